@@ -1,0 +1,52 @@
+// The three operations as a backend implements them. Torch does not appear here: pointers, sizes, a stream.
+//
+//   pack    gradients of one rank  ->  its payload, num_chunks chunks
+//   reduce  the payloads of all ranks for one chunk  ->  one chunk, summed in fp32 in rank order and encoded again
+//   unpack  a payload  ->  gradients, with the sum of squares and the non-finite flag of what was written
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace gsync {
+
+/// Tables of one layout, in memory the backend can read.
+struct LayoutView {
+  const Share* shares;
+  const Tile* tiles;
+  int64_t num_tiles;
+  int64_t num_segments;
+  int64_t chunk_bytes;
+};
+
+struct PackArgs {
+  LayoutView layout;
+  const void* const* gradients;  // [num_segments] on the host; null: the rank did not use the parameter (packs as zeros, flag 0)
+  uint8_t* payload;              // [num_chunks * chunk_bytes]; every byte is written
+  float scale;                   // multiplies each gradient in fp32 before the cast
+  // [2] int64 or null: adds the elements that are not zero, and those of them that became zero (fp16 range check).
+  int64_t* counters;
+};
+
+struct ReduceArgs {
+  LayoutView layout;               // tiles: those of one chunk only
+  const uint8_t* const* payloads;  // [num_payloads] on the host: that chunk as each rank sent it
+  int64_t num_payloads;
+  uint8_t* out;                    // [chunk_bytes]
+  float scale;                     // multiplies the sum
+};
+
+struct UnpackArgs {
+  LayoutView layout;
+  const uint8_t* payload;         // [num_chunks * chunk_bytes]
+  void* const* gradients;         // [num_segments] on the host; null: decode for the sums only
+  double* partials;               // one sum of squares per tile, at Share::first_partial + Tile::index
+  int32_t* found_nonfinite;       // set to 1 when any value written is Inf or NaN; never cleared
+  const SegmentPartials* segments;  // null: leave the partials unsummed (all slices of a bucket but its last)
+  double* sum_of_squares;         // [num_segments], written when segments is given
+  // Word in memory that host and device share, or null. Not zero: the exchange failed, NaN is written instead.
+  const int32_t* failed;
+};
+
+}  // namespace gsync
