@@ -1,0 +1,1 @@
+"""Benchmarks of gsync, side by side with what PyTorch brings."""

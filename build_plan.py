@@ -1,0 +1,223 @@
+"""What the build makes, decided from what the machine has. setup.py acts on it; tests call it with made-up machines.
+
+    cuda    C++ for the CPU, CUDA C++, NCCL transport    CUDA build of torch, C++ compiler, nvcc
+    cpu     C++ for the CPU                              any torch, C++ compiler
+    python  nothing compiled                             no torch to be seen, or no C++ compiler
+
+GSYNC_BUILD (gsync/env.py) asks for one of them: then it is built, or the build stops and says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# What each toolkit can compile for. The last one is added as PTX too, for GPUs that come later.
+ARCHS = ((8, 0, (11, 0)), (9, 0, (11, 8)), (10, 0, (12, 8)))
+NATIVE_HINT = "for the compiled extension: pip install --no-build-isolation ."
+
+
+class BuildError(SystemExit):
+    """The build cannot go on; the message says why and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"gsync: {message}")
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the build has to know about the torch it sees."""
+
+    version: str
+    cuda: str | None  # version of CUDA it was built with
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit: a system one, or the one that pip's packages make up."""
+
+    nvcc: Path
+    version: str
+    include_dirs: tuple[Path, ...]
+    cudart: Path
+
+    @property
+    def home(self) -> Path:
+        return self.nvcc.parent.parent
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is built, and why."""
+
+    kind: str  # "cuda", "cpu", "python"
+    reason: str
+    torch: Torch | None = None
+    compiler: tuple[str, ...] = ()  # as CXX names it, launcher included
+    toolkit: Toolkit | None = None
+    archs: str = ""
+    warnings: tuple[str, ...] = field(default=())
+
+    def summary(self) -> str:
+        """Return a few lines for the build's log."""
+        lines = [f"gsync build: {self.kind} ({self.reason})"]
+        if self.torch:
+            lines.append(f"  torch     {self.torch.version}, CUDA {self.torch.cuda or 'none'}")
+        if self.kind != "python":
+            lines.append(f"  compiler  {shlex.join(self.compiler)}")
+        if self.toolkit:
+            lines.append(f"  nvcc      {self.toolkit.version} at {self.toolkit.nvcc}")
+            lines.append(f"  archs     {self.archs}")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def choose(request: str = "auto") -> Plan:
+    """Return the plan for `request` ("auto", "cuda", "cpu", "python") on this machine.
+
+    Raises:
+        BuildError: what was asked for cannot be built here, or a setting contradicts what is installed.
+    """
+    if request == "python":
+        return Plan("python", "GSYNC_BUILD=python")
+    torch, missing = find_torch()
+    if torch is None:
+        if request != "auto":
+            raise BuildError(f"GSYNC_BUILD={request} needs torch at build time, but {missing}; {NATIVE_HINT}")
+        return Plan("python", f"{missing}; {NATIVE_HINT}")
+    compiler = find_compiler()
+    if not compiler:
+        if request != "auto":
+            raise BuildError(f"GSYNC_BUILD={request} needs a C++ compiler, and there is none: install g++ or set CXX")
+        return Plan("python", f"no C++ compiler; install g++ or set CXX, then {NATIVE_HINT.removeprefix('for the compiled ')}", torch)
+    if request == "cpu":
+        return Plan("cpu", "GSYNC_BUILD=cpu", torch, compiler)
+    if torch.cuda is None:
+        if request == "cuda":
+            raise BuildError(f"GSYNC_BUILD=cuda needs a CUDA build of torch, and torch {torch.version} is none")
+        return Plan("cpu", "torch has no CUDA", torch, compiler)
+    toolkit = find_toolkit()
+    if toolkit is None:
+        if request == "cuda":
+            raise BuildError("GSYNC_BUILD=cuda needs nvcc: set CUDA_HOME, or put it on PATH, or install pip's nvidia-cuda-nvcc")
+        return Plan("cpu", "torch has CUDA but nvcc is not to be found; on GPUs Triton takes its place", torch, compiler)
+    warnings = check_versions(toolkit.version, torch.cuda)
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_archs(toolkit.version)
+    reason = "GSYNC_BUILD=cuda" if request == "cuda" else "torch has CUDA, nvcc found"
+    return Plan("cuda", reason, torch, compiler, toolkit, archs, warnings)
+
+
+def find_torch() -> tuple[Torch | None, str]:
+    """Return the torch of this interpreter, or None and the reason."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return None, f"torch does not import ({error})"
+        return None, "torch is not visible to the build (pip isolates it, or torch is not installed)"
+    except (ImportError, OSError) as error:
+        return None, f"torch does not import ({error})"
+    return Torch(str(torch.__version__), torch.version.cuda, Path(torch.__file__).parent), ""
+
+
+def find_compiler() -> tuple[str, ...]:
+    """Return the C++ compiler's command, CXX first, or () if there is none."""
+    named = os.environ.get("CXX", "").strip()
+    candidates = [named] if named else [sysconfig.get_config_var("CXX") or "", "c++", "g++", "clang++"]
+    for candidate in candidates:
+        words = shlex.split(candidate)
+        if words and all(shutil.which(word) for word in words if not word.startswith("-")):
+            return tuple(words)
+    if named:
+        raise BuildError(f"CXX={named!r} is not a command on this machine; correct it or unset it")
+    return ()
+
+
+def find_toolkit() -> Toolkit | None:
+    """Return the toolkit that CUDA_HOME names, else the one on PATH, else pip's; None if there is none.
+
+    Raises:
+        BuildError: CUDA_HOME names a folder without nvcc, or nvcc does not run.
+    """
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        named = os.environ.get(variable, "").strip()
+        if named:
+            nvcc = Path(named) / "bin" / "nvcc"
+            if not nvcc.is_file():
+                raise BuildError(
+                    f"{variable}={named} has no bin/nvcc; point it to a CUDA toolkit, or unset it, or set GSYNC_BUILD=cpu"
+                )
+            return _toolkit(nvcc)
+    on_path = shutil.which("nvcc")
+    if on_path:
+        return _toolkit(Path(on_path))
+    for folder in _nvidia_folders():
+        if (folder / "bin" / "nvcc").is_file():
+            return _toolkit(folder / "bin" / "nvcc")
+    return None
+
+
+def _nvidia_folders() -> list[Path]:
+    """Return the folders of pip's NVIDIA packages (nvidia/cu13, nvidia/cuda_runtime, nvidia/nccl ...)."""
+    try:
+        import nvidia
+    except ImportError:
+        return []
+    return [folder for root in nvidia.__path__ for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
+
+
+def _toolkit(nvcc: Path) -> Toolkit:
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{nvcc} does not run ({error}); correct CUDA_HOME, or set GSYNC_BUILD=cpu") from None
+    release = re.search(r"release (\d+\.\d+)", told)
+    if not release:
+        raise BuildError(f"{nvcc} --version names no release; correct CUDA_HOME, or set GSYNC_BUILD=cpu")
+    # A wrapper on PATH lies elsewhere than the toolkit; nvcc knows its own folder.
+    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False)
+    here = re.search(r"_HERE_=(.+)", dry.stderr)
+    real = Path(here.group(1).strip()) / "nvcc" if here else nvcc.resolve()
+    nvcc = real if real.is_file() else nvcc
+    roots = [nvcc.parent.parent, *_nvidia_folders()]
+    include_dirs = tuple(root / "include" for root in roots if (root / "include" / "cuda_runtime_api.h").is_file())
+    include_dirs += tuple(root / "include" for root in roots if (root / "include" / "nccl.h").is_file())
+    major = release.group(1).split(".")[0]
+    names = [f"libcudart.so.{major}", "libcudart.so"] if int(major) >= 12 else ["libcudart.so", "libcudart.so.11.0"]
+    for root in roots:
+        for library in (root / sub / name for sub in ("lib64", "lib") for name in names):
+            if include_dirs and library.is_file():
+                return Toolkit(nvcc, release.group(1), include_dirs, library)
+    raise BuildError(
+        f"{nvcc} comes without cuda_runtime_api.h or libcudart: install the whole toolkit, or set GSYNC_BUILD=cpu"
+    )
+
+
+def check_versions(toolkit: str, torch_cuda: str) -> tuple[str, ...]:
+    """Return warnings about a toolkit of another minor version than torch's CUDA.
+
+    Raises:
+        BuildError: the major versions differ.
+    """
+    if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
+        raise BuildError(
+            f"nvcc is CUDA {toolkit}, torch was built with CUDA {torch_cuda}: the major versions must be equal. "
+            f"Point CUDA_HOME to a {torch_cuda} toolkit, or install pip's nvidia-cuda-nvcc of that version, or set GSYNC_BUILD=cpu"
+        )
+    if toolkit != torch_cuda:
+        return (f"nvcc is CUDA {toolkit}, torch was built with CUDA {torch_cuda}; minor versions usually fit together",)
+    return ()
+
+
+def default_archs(toolkit: str) -> str:
+    """Return the architectures built when TORCH_CUDA_ARCH_LIST is not set, as that variable writes them."""
+    version = tuple(int(part) for part in toolkit.split("."))
+    known = [f"{major}.{minor}" for major, minor, since in ARCHS if version >= since]
+    return ";".join(known) + "+PTX"

@@ -1,0 +1,55 @@
+"""Every environment variable that gsync reads, read once.
+
+At build time:
+
+GSYNC_BUILD
+    What `pip install` builds. `auto` (default) takes the most that the machine allows; the others build just that or stop.
+    `cuda`: C++ for the CPU, CUDA C++, and the NCCL transport. `cpu`: C++ for the CPU. `python`: nothing is compiled.
+
+The build also respects CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST (default: 8.0;9.0;10.0+PTX) and MAX_JOBS, as PyTorch documents
+them.
+
+At run time:
+
+GSYNC_NATIVE
+    `auto` (default) loads the compiled extension if it is there; `off` leaves it alone, as if it had not been built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BUILD_CHOICES = ("auto", "cpu", "cuda", "python")
+NATIVE_CHOICES = ("auto", "off")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The values of gsync's environment variables."""
+
+    build: str = "auto"
+    native: str = "auto"
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Return the variables as `environ` has them.
+
+    Raises:
+        ValueError: a variable has a value that is not among its choices.
+    """
+    return Environment(
+        build=_choice(environ, "GSYNC_BUILD", BUILD_CHOICES),
+        native=_choice(environ, "GSYNC_NATIVE", NATIVE_CHOICES),
+    )
+
+
+def _choice(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = environ.get(name, "").strip().lower() or choices[0]
+    if value not in choices:
+        raise ValueError(f"{name}={environ[name]!r}: expected one of {', '.join(choices)}")
+    return value
+
+
+ENV = read()

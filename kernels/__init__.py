@@ -1,0 +1,1 @@
+"""Triton kernels. They import torch and triton only."""
