@@ -20,7 +20,8 @@ from pathlib import Path
 
 # What each toolkit can compile for. The last one is added as PTX too, for GPUs that come later.
 ARCHS = ((8, 0, (11, 0)), (9, 0, (11, 8)), (10, 0, (12, 8)))
-NATIVE_HINT = "for the compiled extension: pip install --no-build-isolation ."
+NATIVE_INSTALL = "pip install --no-build-isolation ."
+NATIVE_HINT = f"for the compiled extension: {NATIVE_INSTALL}"
 
 
 class BuildError(SystemExit):
@@ -96,7 +97,7 @@ def choose(request: str = "auto") -> Plan:
     if not compiler:
         if request != "auto":
             raise BuildError(f"GSYNC_BUILD={request} needs a C++ compiler, and there is none: install g++ or set CXX")
-        return Plan("python", f"no C++ compiler; install g++ or set CXX, then {NATIVE_HINT.removeprefix('for the compiled ')}", torch)
+        return Plan("python", f"no C++ compiler; install g++ or set CXX, then {NATIVE_INSTALL}", torch)
     if request == "cpu":
         return Plan("cpu", "GSYNC_BUILD=cpu", torch, compiler)
     if torch.cuda is None:
@@ -195,9 +196,7 @@ def _toolkit(nvcc: Path) -> Toolkit:
         for library in (root / sub / name for sub in ("lib64", "lib") for name in names):
             if include_dirs and library.is_file():
                 return Toolkit(nvcc, release.group(1), include_dirs, library)
-    raise BuildError(
-        f"{nvcc} comes without cuda_runtime_api.h or libcudart: install the whole toolkit, or set GSYNC_BUILD=cpu"
-    )
+    raise BuildError(f"{nvcc} comes without cuda_runtime_api.h or libcudart: install the whole toolkit, or set GSYNC_BUILD=cpu")
 
 
 def check_versions(toolkit: str, torch_cuda: str) -> tuple[str, ...]:
@@ -209,7 +208,7 @@ def check_versions(toolkit: str, torch_cuda: str) -> tuple[str, ...]:
     if toolkit.split(".")[0] != torch_cuda.split(".")[0]:
         raise BuildError(
             f"nvcc is CUDA {toolkit}, torch was built with CUDA {torch_cuda}: the major versions must be equal. "
-            f"Point CUDA_HOME to a {torch_cuda} toolkit, or install pip's nvidia-cuda-nvcc of that version, or set GSYNC_BUILD=cpu"
+            f"Point CUDA_HOME to a {torch_cuda} toolkit, install pip's nvidia-cuda-nvcc of that version, or set GSYNC_BUILD=cpu"
         )
     if toolkit != torch_cuda:
         return (f"nvcc is CUDA {toolkit}, torch was built with CUDA {torch_cuda}; minor versions usually fit together",)

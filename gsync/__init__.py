@@ -1,5 +1,6 @@
 """Gradient synchronisation for data-parallel training: gradients in, their mean over all ranks out."""
 
+from . import _native as _native
 from .config import SyncConfig
 from .errors import GsyncError, GsyncWarning, InternalError, SyncError, SyncTimeoutError
 
