@@ -33,14 +33,14 @@ class SyncConfig:
         codec: Form in which gradients travel: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a mapping of name patterns (``fnmatch``; the
             first that matches a parameter's name counts) to them. Every parameter must be matched and every pattern must match.
             Default ``"bf16"``: half the bytes, and the range of fp32, so that nothing overflows.
-        exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type), ``"scatter_gather"`` (all_to_all, sum
-            in fp32, all_gather: one rounding whatever the number of ranks, and results that do not depend on bucket sizes), or
+        exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type), ``"scatter_gather"`` (all_to_all,
+            fp32 sum, all_gather: one rounding whatever the number of ranks, and results that do not depend on bucket sizes), or
             ``"auto"``. Default ``"auto"``: ``all_reduce`` for one codec, ``scatter_gather`` where a bucket may hold several.
         average: Divide by the number of ranks of the group. Default True, as DDP does; False gives the sum.
         block_size: Elements that share one scale. Default None: the codec's own. The codecs of this version have no scale, so
             that None is all they accept.
         rounding: ``"nearest"`` (ties to even). Default ``"nearest"``: the smallest error per step.
-        seed: Start of the random numbers of stochastic rounding, 0 to 2**63 - 1. Default 0; other values need stochastic rounding.
+        seed: Start of the random numbers of stochastic rounding, 0 to 2**63 - 1. Default 0; others need stochastic rounding.
         error_feedback: Add what encoding lost to the next step's gradient. Default False: 16-bit codecs do not need it.
         exempt: Name patterns, or a callable (name, parameter) -> bool, of parameters kept out of a block codec. Default None:
             parameters of fewer than two dimensions, and embeddings. Without a block codec only None is accepted.
@@ -48,11 +48,12 @@ class SyncConfig:
         start_step: First step (count of synchronised backward passes) that uses a block codec; bf16 until then. Default 0.
         bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP. Acts only where gsync makes the buckets: DDP
             makes its own, see its ``bucket_cap_mb``.
-        slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's first
-            bucket holds the whole model, and lets encoding overlap with communication inside large buckets.
+        slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's
+            first bucket holds the whole model, and lets encoding overlap with communication inside large buckets.
         backend: Who computes: ``"native"`` (C++ and CUDA), ``"triton"``, ``"reference"`` (plain PyTorch), or ``"auto"``. Default
             ``"auto"``: the fastest that is there. A name given here works or raises.
-        transport: Who moves bytes: ``"nccl"`` (a communicator of gsync's own), ``"process_group"``, or ``"auto"``. Default ``"auto"``.
+        transport: Who moves bytes: ``"nccl"`` (a communicator of gsync's own), ``"process_group"``, or ``"auto"``, the
+            default.
         timeout_s: Seconds after which a collective counts as failed, above 0. Default None: the process group's time-out.
         stream_priority: Priority of gsync's CUDA stream, -5 (first) to 0. Default None: the highest the device has, so that
             encoding is not queued behind the backward pass. CUDA only.
@@ -131,17 +132,18 @@ class SyncConfig:
         if self.seed != 0:
             raise ValueError(f"seed={self.seed} cannot act with rounding={self.rounding!r}; leave seed out")
         if self.exempt is not None:
-            raise ValueError(f"exempt={self.exempt!r}: it keeps parameters out of a block codec, and codec {codecs} is none; leave it out")
+            raise ValueError(f"exempt={self.exempt!r} acts with a block codec, and codec {codecs} is none; leave it out")
         if self.exempt_codec != "bf16":
             raise ValueError(f"exempt_codec={self.exempt_codec!r}: codec {codecs} exempts no parameter; leave it out")
         if self.start_step != 0:
-            raise ValueError(f"start_step={self.start_step}: it delays a block codec, and codec {codecs} is none; leave it out")
+            raise ValueError(f"start_step={self.start_step} acts with a block codec, and codec {codecs} is none; leave it out")
         if len(self.codecs) > 1 and self.exchange == "all_reduce":
-            raise ValueError(f'exchange="all_reduce" sums one type on the wire, but codec names {codecs}; use "auto" or "scatter_gather"')
+            raise ValueError(f"exchange='all_reduce' sums one type on the wire, but codec names {codecs}; use 'scatter_gather'")
         if self.transport == "process_group":
             for name in ("nccl_min_ctas", "nccl_max_ctas"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f'{name}={getattr(self, name)} cannot act with transport="process_group": it limits an own communicator')
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(f"{name}={value} limits an own communicator; it cannot act with transport='process_group'")
         low, high = self.nccl_min_ctas, self.nccl_max_ctas
         if low is not None and high is not None and low > high:
             raise ValueError(f"nccl_min_ctas={low} is above nccl_max_ctas={high}")

@@ -42,7 +42,7 @@ class Outcome:
     output: str = ""
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """At least one rank failed; the message has every rank's traceback."""
 
 
@@ -59,7 +59,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.
         group_timeout_s: time-out of the process group in seconds.
 
     Raises:
-        RanksFailed: a rank raised, died, or was not done in time.
+        RanksError: a rank raised, died, or was not done in time.
     """
     outcomes = _run(_take(world_size), fn, timeout_s, backend, args, group_timeout_s, keep=True)
     if any(outcome.error is not None for outcome in outcomes):
@@ -69,7 +69,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.
             parts.append(f"--- rank {rank}: {text.rstrip()}")
             if outcome.output.strip():
                 parts.append(f"--- rank {rank} printed:\n{outcome.output[-4000:].rstrip()}")
-        raise RanksFailed("\n".join(parts))
+        raise RanksError("\n".join(parts))
     return [outcome.value for outcome in outcomes]
 
 
@@ -84,7 +84,7 @@ def watch_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.0
 
 class _Worker:
     def __init__(self) -> None:
-        self.log = tempfile.TemporaryFile(mode="w+")
+        self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (lives as long as the worker)
         self.connection, theirs = Pipe()
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -142,9 +142,10 @@ def _run(workers: list[_Worker], fn: Callable[..., Any], timeout_s: float, backe
     started = time.monotonic()
     try:
         for rank, worker in enumerate(workers):
-            worker.connection.send_bytes(pickle.dumps(dict(
-                module=fn.__module__, place=place, name=fn.__qualname__, rank=rank, world_size=len(workers), args=tuple(args),
-                backend=backend, port=_rendezvous.port, prefix=f"call{_calls}", group_timeout_s=group_timeout_s, keep=keep)))
+            worker.connection.send_bytes(pickle.dumps({
+                "module": fn.__module__, "place": place, "name": fn.__qualname__, "rank": rank, "world_size": len(workers),
+                "args": tuple(args), "backend": backend, "port": _rendezvous.port, "prefix": f"call{_calls}",
+                "group_timeout_s": group_timeout_s, "keep": keep}))
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
         while waiting:
             ready = wait(list(waiting), max(0.0, started + timeout_s - time.monotonic()))
@@ -168,7 +169,7 @@ def _run(workers: list[_Worker], fn: Callable[..., Any], timeout_s: float, backe
                 except subprocess.TimeoutExpired:
                     _tell_stacks(workers, [rank])
                     outcomes[rank].exit_code = -signal.SIGKILL
-                    outcomes[rank].error = f"{outcomes[rank].error or 'answered'}, but the process did not end within {timeout_s} s"
+                    outcomes[rank].error = f"{outcomes[rank].error or 'answered'}, but not ended after {timeout_s} s"
     finally:
         good = keep and not any(outcome.error for outcome in outcomes)
         for rank, worker in enumerate(workers):

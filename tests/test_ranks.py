@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksFailed, run_on_ranks, watch_ranks
+from ranks import RanksError, run_on_ranks, watch_ranks
 
 
 def _sum_of_ranks(rank, world_size, start):
@@ -33,11 +33,11 @@ def test_values_come_back_in_rank_order_and_processes_are_used_again():
 
 
 def test_failures_are_told_and_nothing_is_left_running():
-    with pytest.raises(RanksFailed, match="KeyError: 'the reason'"):
+    with pytest.raises(RanksError, match="KeyError: 'the reason'"):
         run_on_ranks(_fail_on_one, 2, args=("raise",))
     outcomes = watch_ranks(_fail_on_one, 2, args=("die",))
     assert [outcome.exit_code for outcome in outcomes] == [0, 7]
     started = time.monotonic()
-    with pytest.raises(RanksFailed, match="not finished after 6 s"):
+    with pytest.raises(RanksError, match="not finished after 6 s"):
         run_on_ranks(_fail_on_one, 2, timeout_s=6, args=("hang",))
     assert time.monotonic() - started < 12
