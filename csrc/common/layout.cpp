@@ -1,0 +1,191 @@
+#include "layout.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace gsync {
+namespace {
+
+constexpr uint8_t kByteFlags = 255;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t align(int64_t bytes) { return ceil_div(bytes, kPayloadAlignment) * kPayloadAlignment; }
+
+int64_t code_bytes(Kind codec) { return codec == Kind::kFp32 ? 4 : 2; }
+
+// Consecutive elements of one segment, before they have a place in a chunk.
+struct Run {
+  int64_t element;
+  int64_t numel;
+};
+
+// Part r of the `num_chunks` parts of a segment.
+Run part_of(const Segment& segment, int64_t r, int64_t num_chunks) {
+  const int64_t num_blocks = ceil_div(segment.numel, kElementwiseBlock);
+  const int64_t begin = num_blocks * r / num_chunks * kElementwiseBlock;
+  const int64_t end = num_blocks * (r + 1) / num_chunks * kElementwiseBlock;
+  return {begin, std::max<int64_t>(std::min(end, segment.numel) - begin, 0)};
+}
+
+int64_t part_idx(const Segment& segment, int64_t chunk, int64_t num_chunks) {
+  const uint64_t w = static_cast<uint64_t>(num_chunks);
+  return static_cast<int64_t>((static_cast<uint64_t>(chunk) + w - segment.name_hash % w) % w);
+}
+
+uint8_t common_flag_kind(const std::vector<Segment>& segments) {
+  for (const Segment& segment : segments) {
+    if (segment.codec != segments.front().codec) return kByteFlags;
+  }
+  return segments.empty() ? kByteFlags : static_cast<uint8_t>(segments.front().codec);
+}
+
+void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
+  if (num_chunks < 1) {
+    throw std::invalid_argument("layout: num_chunks is " + std::to_string(num_chunks) + ", expected at least 1");
+  }
+  if (num_slices < 1) {
+    throw std::invalid_argument("layout: num_slices is " + std::to_string(num_slices) + ", expected at least 1");
+  }
+  if (slice_idx < 0 || slice_idx >= num_slices) {
+    throw std::invalid_argument("layout: slice_idx is " + std::to_string(slice_idx) + ", expected 0 to " +
+                                std::to_string(num_slices - 1));
+  }
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (segments[i].numel < 0) {
+      throw std::invalid_argument("layout: numels[" + std::to_string(i) + "] is " + std::to_string(segments[i].numel) +
+                                  ", expected 0 or more");
+    }
+    if (segments[i].codec > Kind::kBf16) {
+      throw std::invalid_argument("layout: codecs[" + std::to_string(i) + "] is " +
+                                  std::to_string(static_cast<int>(segments[i].codec)) + ", expected 0 (fp32), 1 (fp16) or 2 (bf16)");
+    }
+    if (segments[i].dtype > Dtype::kFp64) {
+      throw std::invalid_argument("layout: dtypes[" + std::to_string(i) + "] is " +
+                                  std::to_string(static_cast<int>(segments[i].dtype)) +
+                                  ", expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)");
+    }
+  }
+}
+
+}  // namespace
+
+uint64_t hash64(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : name) {
+    hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+  }
+  return hash;
+}
+
+LayoutView Layout::view() const {
+  return {shares.data(), tiles.data(), static_cast<int64_t>(tiles.size()), num_segments, chunk_bytes};
+}
+
+LayoutView Layout::view_of_chunk(int64_t chunk) const {
+  const int64_t first = chunk_first_tile.at(chunk);
+  return {shares.data(), tiles.data() + first, chunk_first_tile.at(chunk + 1) - first, num_segments, chunk_bytes};
+}
+
+Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
+  check(segments, num_chunks, slice_idx, num_slices);
+  const int64_t num_segments = static_cast<int64_t>(segments.size());
+  Layout layout;
+  layout.num_segments = num_segments;
+  layout.num_chunks = num_chunks;
+
+  // 1. Partial sums, in the order of the elements of the whole bucket.
+  std::vector<int64_t> first_partial(num_segments * num_chunks);
+  for (int64_t s = 0; s < num_segments; ++s) {
+    const int64_t begin = layout.num_partials;
+    for (int64_t r = 0; r < num_chunks; ++r) {
+      first_partial[s * num_chunks + r] = layout.num_partials;
+      layout.num_partials += ceil_div(part_of(segments[s], r, num_chunks).numel, kTileElements);
+    }
+    layout.partials.push_back({begin, layout.num_partials});
+  }
+
+  // 2. The shares of every chunk that fall into this slice.
+  const uint8_t flag_kind = common_flag_kind(segments);
+  const int64_t flag_bytes = flag_kind == kByteFlags ? 1 : code_bytes(static_cast<Kind>(flag_kind));
+  std::vector<int64_t> chunk_ends(num_chunks);
+  std::vector<int64_t> chunk_first_share(num_chunks + 1);
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    chunk_first_share[chunk] = static_cast<int64_t>(layout.shares.size());
+    if (num_segments > 0) {
+      Share flags{};
+      flags.numel = num_segments;
+      flags.segment = -1;
+      flags.chunk = static_cast<int32_t>(chunk);
+      flags.block_size = static_cast<int32_t>(flag_bytes);
+      flags.kind = Kind::kFlags;
+      flags.flag_kind = flag_kind;
+      layout.shares.push_back(flags);
+    }
+    int64_t chunk_tiles = 0;
+    for (const Segment& segment : segments) {
+      chunk_tiles += ceil_div(part_of(segment, part_idx(segment, chunk, num_chunks), num_chunks).numel, kTileElements);
+    }
+    const int64_t slice_begin = chunk_tiles * slice_idx / num_slices;
+    const int64_t slice_end = chunk_tiles * (slice_idx + 1) / num_slices;
+    int64_t offset = align(num_segments * flag_bytes);
+    int64_t tile = 0;  // of the chunk, before it is cut into slices
+    for (int64_t s = 0; s < num_segments; ++s) {
+      const Segment& segment = segments[s];
+      const int64_t r = part_idx(segment, chunk, num_chunks);
+      const Run part = part_of(segment, r, num_chunks);
+      const int64_t num_tiles = ceil_div(part.numel, kTileElements);
+      const int64_t first = std::clamp<int64_t>(slice_begin - tile, 0, num_tiles);
+      const int64_t last = std::clamp<int64_t>(slice_end - tile, 0, num_tiles);
+      tile += num_tiles;
+      if (first == last) continue;
+      Share share{};
+      share.element = part.element + first * kTileElements;
+      share.numel = std::min(part.numel, last * kTileElements) - first * kTileElements;
+      share.codes_offset = offset;
+      share.first_partial = first_partial[s * num_chunks + r] + first;
+      share.name_hash = segment.name_hash;
+      share.segment = static_cast<int32_t>(s);
+      share.chunk = static_cast<int32_t>(chunk);
+      share.block_size = static_cast<int32_t>(kElementwiseBlock);
+      share.kind = segment.codec;
+      share.dtype = segment.dtype;
+      layout.shares.push_back(share);
+      offset += align(share.numel * code_bytes(segment.codec));
+    }
+    chunk_ends[chunk] = offset;
+    layout.chunk_bytes = std::max(layout.chunk_bytes, offset);
+  }
+  chunk_first_share[num_chunks] = static_cast<int64_t>(layout.shares.size());
+
+  // 3. Padding to the largest chunk, then tiles.
+  std::vector<Share> shares;
+  shares.reserve(layout.shares.size() + num_chunks);
+  layout.chunk_first_tile.push_back(0);
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const auto begin = shares.size();
+    shares.insert(shares.end(), layout.shares.begin() + chunk_first_share[chunk],
+                  layout.shares.begin() + chunk_first_share[chunk + 1]);
+    if (chunk_ends[chunk] < layout.chunk_bytes) {
+      Share padding{};
+      padding.numel = layout.chunk_bytes - chunk_ends[chunk];
+      padding.codes_offset = chunk_ends[chunk];
+      padding.segment = -1;
+      padding.chunk = static_cast<int32_t>(chunk);
+      padding.block_size = 1;
+      padding.kind = Kind::kPadding;
+      shares.push_back(padding);
+    }
+    for (auto i = begin; i < shares.size(); ++i) {
+      for (int64_t t = 0; t < ceil_div(shares[i].numel, kTileElements); ++t) {
+        layout.tiles.push_back({static_cast<int32_t>(i), static_cast<int32_t>(t)});
+      }
+    }
+    layout.chunk_first_tile.push_back(static_cast<int64_t>(layout.tiles.size()));
+  }
+  layout.shares = std::move(shares);
+  return layout;
+}
+
+}  // namespace gsync

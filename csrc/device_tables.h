@@ -1,0 +1,60 @@
+// Host tables on a device: a layout's tables, uploaded once, and tables of addresses too long for a kernel's parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "common/layout.h"
+
+namespace gsync {
+
+/// A layout's tables in a device's memory, in one allocation.
+class DeviceTables {
+ public:
+  /// Copies the tables; they are there when the constructor returns, for every stream.
+  DeviceTables(const Layout& layout, c10::Device device);
+
+  const Share* shares() const { return reinterpret_cast<const Share*>(base() + shares_); }
+  const Tile* tiles() const { return reinterpret_cast<const Tile*>(base() + tiles_); }
+  const SegmentPartials* partials() const { return reinterpret_cast<const SegmentPartials*>(base() + partials_); }
+  /// Counts the thread blocks that are done; zero between launches. One launch at a time may use it.
+  uint32_t* ticket() const { return reinterpret_cast<uint32_t*>(base() + ticket_); }
+
+ private:
+  uint8_t* base() const { return static_cast<uint8_t*>(memory_.mutable_data_ptr()); }
+
+  at::Tensor memory_;
+  int64_t shares_ = 0;
+  int64_t tiles_ = 0;
+  int64_t partials_ = 0;
+  int64_t ticket_ = 0;
+};
+
+/// Sends tables of addresses to a device without waiting: a ring of pinned host buffers, each guarded by an event.
+/// The buffers grow to the largest table and stay.
+class PointerRing {
+ public:
+  explicit PointerRing(c10::Device device) : device_(device) {}
+
+  /// Copies `count` addresses on `stream`; the result may be used by later work on that stream, until kSlots further calls.
+  const void* const* send(const void* const* pointers, int64_t count, c10::Stream stream);
+
+ private:
+  static constexpr size_t kSlots = 4;
+  struct Slot {
+    at::Tensor host;
+    at::Tensor device;
+    std::optional<c10::Event> sent;
+  };
+
+  c10::Device device_;
+  std::array<Slot, kSlots> slots_;
+  size_t next_ = 0;
+};
+
+}  // namespace gsync

@@ -1,0 +1,74 @@
+#include <c10/util/Exception.h>
+
+#include "cpu/kernels.h"
+#include "device_tables.h"
+#include "ops_binding.h"
+
+namespace gsync {
+namespace {
+
+[[noreturn]] void refuse(c10::DeviceType type) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "gsync: this build has no native kernels for device type ", type);
+}
+
+}  // namespace
+
+bool has_kernels(c10::DeviceType type) { return type == c10::DeviceType::CPU; }
+
+DeviceLayout::DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device) : layout_(std::move(layout)), device_(device) {
+  if (!has_kernels(device.type())) refuse(device.type());
+  if (!device.is_cpu()) {
+    tables_ = std::make_unique<DeviceTables>(*layout_, device);
+    pointers_ = std::make_unique<PointerRing>(device);
+  }
+}
+
+DeviceLayout::~DeviceLayout() = default;
+
+LayoutView DeviceLayout::view() const {
+  LayoutView view = layout_->view();
+  if (tables_) {
+    view.shares = tables_->shares();
+    view.tiles = tables_->tiles();
+  }
+  return view;
+}
+
+LayoutView DeviceLayout::view_of_chunk(int64_t chunk) const {
+  LayoutView view = layout_->view_of_chunk(chunk);
+  if (tables_) {
+    view.shares = tables_->shares();
+    view.tiles = tables_->tiles() + layout_->chunk_first_tile[chunk];
+  }
+  return view;
+}
+
+const SegmentPartials* DeviceLayout::segments() const { return tables_ ? tables_->partials() : layout_->partials.data(); }
+
+void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* payload, float scale, int64_t* counters,
+          c10::Stream stream) {
+  const PackArgs args{layout.view(), gradients, payload, scale, counters};
+  if (layout.device().is_cpu()) return cpu::pack(args, 0, args.layout.num_tiles);
+  refuse(stream.device_type());
+}
+
+void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
+            float scale, c10::Stream stream) {
+  const ReduceArgs args{layout.view_of_chunk(chunk), payloads, num_payloads, out, scale};
+  if (layout.device().is_cpu()) return cpu::reduce(args, 0, args.layout.num_tiles);
+  refuse(stream.device_type());
+}
+
+void unpack(const DeviceLayout& layout, const uint8_t* payload, void* const* gradients, double* partials,
+            int32_t* found_nonfinite, double* sum_of_squares, const int32_t* failed, c10::Stream stream) {
+  const UnpackArgs args{layout.view(), payload, gradients, partials, found_nonfinite,
+                        sum_of_squares == nullptr ? nullptr : layout.segments(), sum_of_squares, failed};
+  if (layout.device().is_cpu()) {
+    cpu::unpack(args, 0, args.layout.num_tiles);
+    if (args.segments != nullptr) cpu::sum_partials(args);
+    return;
+  }
+  refuse(stream.device_type());
+}
+
+}  // namespace gsync

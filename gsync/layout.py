@@ -1,0 +1,242 @@
+"""Where each byte of a payload lies: the Python twin of csrc/common/layout.h (prose in docs/wire_format.md).
+
+A parameter of n blocks is owned by all ranks together: with r = (chunk - name_hash) mod num_chunks, chunk ``chunk`` holds its
+blocks floor(n*r/num_chunks) .. floor(n*(r+1)/num_chunks)-1. Chunk c of a bucket is the concatenation of those shares, padded to
+the largest chunk. A slice is a run of tiles of every chunk. One chunk of a slice is: flags, codes share by share, padding, every
+area padded with zeros to 16 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+
+import torch
+
+TILE_ELEMENTS = 4096
+PAYLOAD_ALIGNMENT = 16
+ELEMENTWISE_BLOCK = 256
+
+# Numbers of the enums Kind and Dtype in csrc/common/plan.h.
+CODEC_KINDS = {"fp32": 0, "fp16": 1, "bf16": 2}
+KIND_FLAGS, KIND_PADDING = 14, 15
+CODE_BYTES = {0: 4, 1: 2, 2: 2}
+BYTE_FLAGS = 255
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+
+_SHARE = struct.Struct("<qqqqqQiiiBBBB")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One parameter's place in a bucket.
+
+    Args:
+        numel: elements (a complex one counts as two).
+        dtype: number from `DTYPE_CODES`.
+        codec: number from `CODEC_KINDS`.
+        name_hash: `hash64` of the parameter's name.
+    """
+
+    numel: int
+    dtype: int
+    codec: int
+    name_hash: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Consecutive elements of one segment that lie in one chunk; or the flags, or the padding, of a chunk."""
+
+    element: int
+    numel: int
+    codes_offset: int
+    scales_offset: int
+    first_partial: int
+    name_hash: int
+    segment: int
+    chunk: int
+    block_size: int
+    kind: int
+    dtype: int
+    flag_kind: int
+    reserved: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layout of one slice of a bucket; fields as in csrc/common/layout.h."""
+
+    shares: tuple[Share, ...]
+    chunk_first_tile: tuple[int, ...]
+    chunk_first_share: tuple[int, ...]
+    partials: tuple[tuple[int, int], ...]
+    num_segments: int
+    num_chunks: int
+    chunk_bytes: int
+    num_partials: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.num_chunks * self.chunk_bytes
+
+    @property
+    def num_tiles(self) -> int:
+        return self.chunk_first_tile[-1]
+
+    def shares_of_chunk(self, chunk: int) -> tuple[Share, ...]:
+        """The shares of one chunk, in the order of their bytes."""
+        return self.shares[self.chunk_first_share[chunk] : self.chunk_first_share[chunk + 1]]
+
+    def share_table(self) -> torch.Tensor:
+        """The shares as kernels read them: [num_shares, 8] int64 on the CPU, 64 bytes a share."""
+        table = bytearray(b"".join(_SHARE.pack(*dataclasses.astuple(share)) for share in self.shares))
+        if not table:
+            return torch.empty(0, 8, dtype=torch.int64)
+        return torch.frombuffer(table, dtype=torch.int64).view(-1, 8)
+
+    def tile_table(self) -> torch.Tensor:
+        """The tiles as kernels read them: [num_tiles, 2] int32 on the CPU, (share, index in the share)."""
+        counts = torch.tensor([_ceil_div(share.numel, TILE_ELEMENTS) for share in self.shares], dtype=torch.int64)
+        share_idx = torch.repeat_interleave(torch.arange(len(self.shares)), counts)
+        first = torch.cumsum(counts, 0) - counts
+        index = torch.arange(share_idx.numel()) - first[share_idx]
+        return torch.stack([share_idx, index], dim=1).to(torch.int32)
+
+    def partial_table(self) -> torch.Tensor:
+        """Where the sums of each segment lie: [num_segments, 2] int64 on the CPU, (begin, end)."""
+        return torch.tensor(self.partials, dtype=torch.int64).view(-1, 2)
+
+
+def hash64(name: str) -> int:
+    """FNV-1a, 64 bits, of the UTF-8 bytes of a parameter's name."""
+    value = 0xCBF29CE484222325
+    for byte in name.encode():
+        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return value
+
+
+def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1) -> Layout:
+    """The layout of one slice of a bucket.
+
+    Args:
+        segments: the parameters, in the bucket's order.
+        num_chunks: ranks that share the reduction, at least 1.
+        slice_idx: which slice, from 0.
+        num_slices: slices the bucket is cut into, at least 1.
+
+    Raises:
+        ValueError: num_chunks < 1, num_slices < 1, slice_idx out of range, negative numel, unknown codec or dtype.
+    """
+    _check(segments, num_chunks, slice_idx, num_slices)
+    # 1. Partial sums, in the order of the elements of the whole bucket.
+    partials: list[tuple[int, int]] = []
+    first_partial: list[list[int]] = []
+    num_partials = 0
+    for segment in segments:
+        begin, firsts = num_partials, []
+        for r in range(num_chunks):
+            firsts.append(num_partials)
+            num_partials += _ceil_div(_part(segment, r, num_chunks)[1], TILE_ELEMENTS)
+        first_partial.append(firsts)
+        partials.append((begin, num_partials))
+
+    # 2. The shares of every chunk that fall into this slice.
+    codecs = {segment.codec for segment in segments}
+    flag_kind = codecs.pop() if len(codecs) == 1 else BYTE_FLAGS
+    flag_bytes = CODE_BYTES.get(flag_kind, 1)
+    chunks: list[list[Share]] = []
+    ends: list[int] = []
+    for chunk in range(num_chunks):
+        shares = []
+        if segments:
+            shares.append(Share(0, len(segments), 0, 0, 0, 0, -1, chunk, flag_bytes, KIND_FLAGS, 0, flag_kind))
+        parts = []
+        for segment in segments:
+            r = (chunk - segment.name_hash) % num_chunks
+            parts.append((r, *_part(segment, r, num_chunks)))
+        chunk_tiles = sum(_ceil_div(numel, TILE_ELEMENTS) for _, _, numel in parts)
+        slice_begin = chunk_tiles * slice_idx // num_slices
+        slice_end = chunk_tiles * (slice_idx + 1) // num_slices
+        offset = _align(len(segments) * flag_bytes)
+        tile = 0  # of the chunk, before it is cut into slices
+        for i, (segment, (r, element, numel)) in enumerate(zip(segments, parts, strict=True)):
+            num_tiles = _ceil_div(numel, TILE_ELEMENTS)
+            first = min(max(slice_begin - tile, 0), num_tiles)
+            last = min(max(slice_end - tile, 0), num_tiles)
+            tile += num_tiles
+            if first == last:
+                continue
+            share = Share(
+                element=element + first * TILE_ELEMENTS,
+                numel=min(numel, last * TILE_ELEMENTS) - first * TILE_ELEMENTS,
+                codes_offset=offset,
+                scales_offset=0,
+                first_partial=first_partial[i][r] + first,
+                name_hash=segment.name_hash,
+                segment=i,
+                chunk=chunk,
+                block_size=ELEMENTWISE_BLOCK,
+                kind=segment.codec,
+                dtype=segment.dtype,
+                flag_kind=0,
+            )
+            shares.append(share)
+            offset += _align(share.numel * CODE_BYTES[segment.codec])
+        chunks.append(shares)
+        ends.append(offset)
+    chunk_bytes = max(ends)
+
+    # 3. Padding to the largest chunk, then tiles.
+    chunk_first_tile, chunk_first_share = [0], [0]
+    for chunk, (shares, end) in enumerate(zip(chunks, ends, strict=True)):
+        if end < chunk_bytes:
+            shares.append(Share(0, chunk_bytes - end, end, 0, 0, 0, -1, chunk, 1, KIND_PADDING, 0, 0))
+        num_tiles = sum(_ceil_div(share.numel, TILE_ELEMENTS) for share in shares)
+        chunk_first_tile.append(chunk_first_tile[-1] + num_tiles)
+        chunk_first_share.append(chunk_first_share[-1] + len(shares))
+    return Layout(
+        shares=tuple(share for shares in chunks for share in shares),
+        chunk_first_tile=tuple(chunk_first_tile),
+        chunk_first_share=tuple(chunk_first_share),
+        partials=tuple(partials),
+        num_segments=len(segments),
+        num_chunks=num_chunks,
+        chunk_bytes=chunk_bytes,
+        num_partials=num_partials,
+    )
+
+
+def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_slices: int) -> None:
+    if num_chunks < 1:
+        raise ValueError(f"layout: num_chunks is {num_chunks}, expected at least 1")
+    if num_slices < 1:
+        raise ValueError(f"layout: num_slices is {num_slices}, expected at least 1")
+    if not 0 <= slice_idx < num_slices:
+        raise ValueError(f"layout: slice_idx is {slice_idx}, expected 0 to {num_slices - 1}")
+    for i, segment in enumerate(segments):
+        if segment.numel < 0:
+            raise ValueError(f"layout: numels[{i}] is {segment.numel}, expected 0 or more")
+        if segment.codec not in CODE_BYTES:
+            raise ValueError(f"layout: codecs[{i}] is {segment.codec}, expected 0 (fp32), 1 (fp16) or 2 (bf16)")
+        if not 0 <= segment.dtype <= 3:
+            raise ValueError(
+                f"layout: dtypes[{i}] is {segment.dtype}, expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)"
+            )
+
+
+def _part(segment: Segment, r: int, num_chunks: int) -> tuple[int, int]:
+    """First element and numel of part r of a segment."""
+    num_blocks = _ceil_div(segment.numel, ELEMENTWISE_BLOCK)
+    begin = num_blocks * r // num_chunks * ELEMENTWISE_BLOCK
+    end = num_blocks * (r + 1) // num_chunks * ELEMENTWISE_BLOCK
+    return begin, max(min(end, segment.numel) - begin, 0)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _align(num_bytes: int) -> int:
+    return _ceil_div(num_bytes, PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
