@@ -1,9 +1,10 @@
 // gsync._C: what Python sees of the C++ side. Each part adds its own names.
-#include <pybind11/pybind11.h>
-
-#include "ops_binding.h"
+#include "bindings.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "gsync's compiled part.";
+  gsync::bind_errors(module);
   gsync::bind_ops(module);
+  gsync::bind_engine(module);
+  gsync::bind_ddp_hook(module);
 }

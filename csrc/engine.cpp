@@ -1,0 +1,309 @@
+#include "engine.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace gsync {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kFp16WarningShare = 0.01;
+
+at::TensorOptions on(c10::Device device, at::ScalarType dtype) { return at::TensorOptions().dtype(dtype).device(device); }
+
+at::Tensor host_memory_for(c10::Device device, int64_t numel, at::ScalarType dtype) {
+  auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
+  // CUDA maps pinned memory into the device's address space, at the same address. Other devices here share the host's memory.
+  return at::zeros({numel}, device.is_cuda() ? options.pinned_memory(true) : options);
+}
+
+int64_t sparse_bytes(const at::Tensor& gradient) {
+  return static_cast<int64_t>(gradient._values().nbytes() + gradient._indices().nbytes());
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options) : options_(std::move(options)) {
+  TORCH_CHECK_VALUE(options_.world_size >= 1 && options_.rank >= 0 && options_.rank < options_.world_size,
+                    "Engine: expected 0 <= rank < world_size, got rank ", options_.rank, ", world_size ", options_.world_size);
+  TORCH_CHECK_VALUE(transport || options_.world_size == 1, "Engine: world_size ", options_.world_size, " needs a transport");
+  TORCH_CHECK_VALUE(options_.slice_bytes > 0, "Engine: slice_bytes must be positive, got ", options_.slice_bytes);
+  TORCH_CHECK_VALUE(options_.timeout.count() > 0, "Engine: timeout_s must be positive, got ", options_.timeout.count() / 1000.0);
+  TORCH_CHECK_VALUE(has_kernels(options_.device.type()), "Engine: this build has no kernels for device ", options_.device);
+
+  pipeline_.device = options_.device;
+  pipeline_.scale = static_cast<float>(options_.scale);
+  pipeline_.exchange = make_exchange(options_.exchange, transport, options_.rank, options_.world_size);
+  pipeline_.transport = std::move(transport);
+  parameters_.emplace(*pipeline_.exchange, options_.device, options_.slice_bytes);
+  counters_ = at::zeros({3}, on(options_.device, at::kLong));
+  pipeline_.counters = static_cast<int64_t*>(counters_.mutable_data_ptr());
+  if (!options_.device.is_cpu()) {
+    set_up_device();
+    return;
+  }
+
+  ExecutorEvents& events = *this;
+  pipeline_.clock = std::make_unique<HostClock>();
+  if (!pipeline_.transport || pipeline_.transport->any_thread()) {
+    executor_ = std::make_unique<WorkerExecutor>(pipeline_, events, options_.timeout);
+  } else {
+    executor_ = std::make_unique<CallerExecutor>(pipeline_, events);
+  }
+}
+
+void Engine::set_up_device() {
+  const c10::DeviceGuard guard(options_.device);
+  const c10::impl::VirtualGuardImpl impl(options_.device.type());
+  stream_ = options_.stream_priority ? impl.getNewStream(options_.device, *options_.stream_priority)
+                                     : impl.getStreamFromGlobalPool(options_.device, /*isHighPriority=*/true);
+  // Zeros were written on the current stream; the engine's comes after it.
+  c10::Event zeroed(options_.device.type());
+  step_nonfinite_ = at::zeros({2}, on(options_.device, at::kInt));
+  zeroed.record(impl.getStream(options_.device));
+  zeroed.block(*stream_);
+  failed_word_ = host_memory_for(options_.device, 1, at::kInt);
+  pipeline_.failed = static_cast<const int32_t*>(failed_word_.const_data_ptr());
+  arriving_counters_ = host_memory_for(options_.device, 3, at::kLong);
+  step_done_ = std::make_unique<c10::Event>(options_.device.type());
+  counters_copied_ = std::make_unique<c10::Event>(options_.device.type());
+
+  auto clock = std::make_unique<StreamClock>(*stream_);
+  executor_ = std::make_unique<StreamExecutor>(pipeline_, static_cast<ExecutorEvents&>(*this), *clock, *stream_);
+  pipeline_.clock = std::move(clock);
+  watchdog_ = std::make_unique<Watchdog>(pipeline_.transport, options_.device, options_.timeout,
+                                         [this](int64_t bucket, const std::string& cause) { fail(bucket, step_.load(), cause); });
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::set_parameters(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                            const std::vector<std::string>& codecs) {
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  parameters_->set(parameters, names, codecs);
+}
+
+// ---- one bucket ----
+
+c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optional<c10::IValue> result) {
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  const c10::AutoGradMode no_grad(false);
+  auto job = std::make_shared<BucketJob>();
+  job->result = result ? std::move(*result) : c10::IValue(bucket.buffer);
+  const c10::TypePtr type = job->result.isPyObject() ? c10::TypePtr(c10::PyObjectType::get()) : c10::TypePtr(c10::TensorType::get());
+  const auto devices = options_.device.is_cpu() ? std::vector<c10::Device>{} : std::vector<c10::Device>{options_.device};
+  job->future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
+  job->bucket = std::move(bucket);
+  job->step = step_.load();
+  const auto future = job->future;
+  try {
+    const Bucket& given = job->bucket;
+    if (given.is_last) step_.fetch_add(1);
+    if (stopped()) {
+      bucket_failed(*job, nullptr);
+      return future;
+    }
+    TORCH_CHECK_VALUE(given.buffer.device() == options_.device, "bucket ", given.index, " is on ", given.buffer.device(),
+                      ", the engine on ", options_.device);
+    if (!given.buffer.is_sparse()) job->plan = parameters_->plan(given, job->step);
+    job->found_nonfinite = &job->host_nonfinite;
+    if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + job->step % 2;
+    if (given.is_last) parameters_->forget_unused_plans(job->step);
+  } catch (...) {
+    bucket_failed(*job, std::current_exception());
+    return future;
+  }
+  executor_->submit(std::move(job));
+  return future;
+}
+
+void Engine::bucket_done(BucketJob& job) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++stats_.buckets;
+    const int64_t dense_bytes = job.plan ? job.plan->gradient_bytes : sparse_bytes(job.bucket.buffer);
+    stats_.gradient_bytes += dense_bytes;
+    stats_.wire_bytes += job.plan ? job.plan->wire_bytes : dense_bytes * (options_.world_size - 1);
+    if (job.plan) step_plans_.push_back(job.plan);
+    step_found_nonfinite_ = step_found_nonfinite_ || job.host_nonfinite != 0;
+    if (job.bucket.is_last) {
+      ++stats_.steps;
+      finished_step_ = job.step;
+      if (stream_) {
+        finish_step_on_device(job.step);
+      } else {
+        finish_step_on_host();
+      }
+    }
+  }
+  if (watchdog_) watchdog_->watch(job.bucket.index, *job.producer, *stream_);
+  if (job.bucket.buffer.is_sparse()) return job.future->markCompleted(std::move(job.result));
+  // The storage is named since it cannot be found in a Python object without Python's lock.
+  job.future->markCompleted(std::move(job.result), {{job.bucket.buffer.storage().getWeakStorageImpl()}});
+}
+
+void Engine::bucket_failed(BucketJob& job, const std::exception_ptr& cause) {
+  std::exception_ptr error;
+  if (cause || !failed()) {
+    error = fail(job.bucket.index, job.step, cause ? cause_of(cause) : "the engine was closed before the bucket was done");
+  } else {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = error_;
+  }
+  try {
+    poison(job.bucket);
+  } catch (...) {  // the device is lost: its gradients are out of reach, the error below says why
+  }
+  job.future->setError(error);
+}
+
+std::exception_ptr Engine::fail(int64_t bucket, int64_t step, const std::string& cause) noexcept {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_) return error_;
+    error_ = make_sync_error({options_.label, bucket, step, options_.rank, options_.world_size}, cause);
+    failed_.store(true);
+  }
+  // The word first: kernels that an aborted communicator lets go on then write NaN.
+  if (failed_word_.defined()) *static_cast<volatile int32_t*>(failed_word_.mutable_data_ptr()) = 1;
+  if (pipeline_.transport) pipeline_.transport->abort();
+  executor_->wake();
+  return error_;
+}
+
+// ---- one step ----
+
+void Engine::finish_step_on_host() {
+  at::Tensor sums = at::zeros({parameters_->size()}, on(at::kCPU, at::kDouble));
+  auto* by_name = static_cast<double*>(sums.mutable_data_ptr());
+  for (const auto& plan : step_plans_) {
+    for (const Part& part : plan->parts) {
+      const auto* of_segment = static_cast<const double*>(part.sum_of_squares.const_data_ptr());
+      for (size_t i = 0; i < part.norm_idx.size(); ++i) by_name[part.norm_idx[i]] = of_segment[i];
+    }
+  }
+  step_plans_.clear();
+  sum_of_squares_ = std::move(sums);
+  pipeline_.counters[2] += step_found_nonfinite_ ? 1 : 0;
+  found_nonfinite_ = at::zeros({}, on(at::kCPU, at::kBool));
+  *static_cast<bool*>(found_nonfinite_.mutable_data_ptr()) = step_found_nonfinite_;
+  step_found_nonfinite_ = false;
+  see_counters(pipeline_.counters);
+}
+
+void Engine::finish_step_on_device(int64_t step) {
+  // On the engine's stream, which the executor has made current.
+  finished_plans_ = std::move(step_plans_);
+  step_plans_.clear();
+  counters_.narrow(0, 2, 1).add_(step_nonfinite_.narrow(0, step % 2, 1));
+  step_nonfinite_.narrow(0, (step + 1) % 2, 1).zero_();
+  step_done_->record(*stream_);
+  see_arrived_counters();
+  if (counters_copied_->query()) {  // the copy before has arrived, so its memory is free
+    arriving_counters_.copy_(counters_, /*non_blocking=*/true);
+    counters_copied_->record(*stream_);
+  }
+}
+
+void Engine::see_counters(const int64_t* counters) {
+  std::copy_n(counters, known_counters_.size(), known_counters_.begin());
+  const double vanished_share = static_cast<double>(known_counters_[1]) / static_cast<double>(std::max<int64_t>(1, known_counters_[0]));
+  if (vanished_share > kFp16WarningShare && !fp16_warned_) fp16_warning_due_ = fp16_warned_ = true;
+}
+
+void Engine::see_arrived_counters() {
+  if (counters_copied_->was_marked_for_recording() && counters_copied_->query()) {
+    see_counters(static_cast<const int64_t*>(arriving_counters_.const_data_ptr()));
+  }
+}
+
+bool Engine::take_fp16_warning() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(fp16_warning_due_, false);
+}
+
+EngineStats Engine::stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stream_) see_arrived_counters();
+  EngineStats stats = stats_;
+  stats.packed_nonzero = known_counters_[0] - counters_at_reset_[0];
+  stats.packed_vanished = known_counters_[1] - counters_at_reset_[1];
+  stats.nonfinite_steps = known_counters_[2] - counters_at_reset_[2];
+  stats.buffer_bytes = executor_->buffer_bytes();
+  stats.ms = pipeline_.clock->totals();
+  return stats;
+}
+
+void Engine::reset_stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stream_) see_arrived_counters();
+  stats_ = {};
+  counters_at_reset_ = known_counters_;
+  pipeline_.clock->reset();
+}
+
+at::Tensor Engine::sum_of_squares() {
+  raise_pending();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!stream_) return sum_of_squares_.defined() ? sum_of_squares_ : at::zeros({parameters_->size()}, on(at::kCPU, at::kDouble));
+  at::Tensor sums = at::zeros({parameters_->size()}, on(options_.device, at::kDouble));
+  step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
+  for (const auto& plan : finished_plans_) {
+    for (Part& part : plan->parts) {
+      if (!part.norm_idx_on_device.defined()) {
+        const auto count = static_cast<int64_t>(part.norm_idx.size());
+        part.norm_idx_on_device = at::from_blob(part.norm_idx.data(), {count}, on(at::kCPU, at::kLong)).to(options_.device);
+      }
+      sums.index_copy_(0, part.norm_idx_on_device, part.sum_of_squares);
+    }
+  }
+  return sums;
+}
+
+at::Tensor Engine::found_nonfinite() {
+  raise_pending();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_step_ < 0) return at::zeros({}, on(options_.device, at::kBool));
+  if (!stream_) return found_nonfinite_;
+  step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
+  return step_nonfinite_.select(0, finished_step_ % 2).ne(0);
+}
+
+// ---- the end ----
+
+void Engine::raise_pending() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Engine::abort(const std::string& reason) { fail(-1, step_.load(), reason); }
+
+void Engine::close() noexcept {
+  if (closed_.exchange(true)) return;
+  if (stream_ && !failed()) {
+    // Let the device end what it was given; the watchdog fails the engine if it does not.
+    try {
+      c10::Event last(options_.device.type());
+      last.record(*stream_);
+      while (!last.query() && !failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } catch (...) {
+    }
+  }
+  if (watchdog_) watchdog_->close();
+  executor_->close();
+  if (pipeline_.transport) pipeline_.transport->abort();
+}
+
+}  // namespace gsync

@@ -1,0 +1,155 @@
+// From a bucket of gradients that is ready to the same bucket holding the mean of all ranks.
+//
+//     DDP's reducer                         ddp_hook.cpp
+//       │ bucket, future back at once
+//       ▼
+//     Engine::submit                        plan of the bucket (bucket_plan.h): parts, slices, layouts
+//       │ BucketJob
+//       ▼
+//     Executor                              executor.h: worker thread (host) or stream (device); one order everywhere
+//       │ for each slice                    pipeline.h
+//       │   pack      gradients ─▶ payload
+//       │   exchange  payload of every rank ─▶ result      exchange.h, over a Transport (transport.h)
+//       │   unpack    result ─▶ gradients, sums of squares, non-finite flag
+//       ▼
+//     future completed                      or the engine fails: NaN in what is not synchronised, an error in the future
+//
+// After set-up nothing on this path takes Python's lock. An engine fails once: from then on every bucket is filled with NaN and
+// every call throws what went wrong; the caller makes a new engine, on a new communicator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bucket_plan.h"
+#include "clock.h"
+#include "errors.h"
+#include "executor.h"
+#include "pipeline.h"
+#include "transport.h"
+#include "watchdog.h"
+
+namespace gsync {
+
+struct EngineOptions {
+  c10::Device device{c10::DeviceType::CPU};
+  int world_size = 1;
+  int rank = 0;
+  std::string exchange = "all_reduce";  // or "scatter_gather"
+  double scale = 1.0;                   // multiplies every gradient: 1/world_size for a mean
+  int64_t slice_bytes = 25 << 20;       // of gradients
+  std::chrono::milliseconds timeout{30 * 60 * 1000};
+  std::optional<int> stream_priority;   // device only; none: the highest
+  std::string label;                    // names the engine in errors
+};
+
+/// Totals since the last reset.
+struct EngineStats {
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  int64_t gradient_bytes = 0;
+  int64_t wire_bytes = 0;
+  int64_t nonfinite_steps = 0;
+  int64_t packed_nonzero = 0;   // values packed as fp16 that were not zero
+  int64_t packed_vanished = 0;  // those of them that became zero
+  int64_t buffer_bytes = 0;     // payload buffers held now
+  PhaseClock::Totals ms{};
+};
+
+class Engine final : private ExecutorEvents {
+ public:
+  /// Args: transport: of this engine alone, or null for world size 1, where gradients are only measured.
+  /// Throws c10::ValueError for options that do not fit together.
+  Engine(std::shared_ptr<Transport> transport, EngineOptions options);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// See Parameters::set.
+  void set_parameters(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                      const std::vector<std::string>& codecs);
+
+  /// Takes a bucket whose gradients are ready and returns at once. The future holds `result` (by default the buffer) when the
+  /// buffer holds the mean, or an error. Throws nothing: a bucket that cannot be synchronised comes back as a failed future.
+  c10::intrusive_ptr<c10::ivalue::Future> submit(Bucket bucket, std::optional<c10::IValue> result = std::nullopt);
+
+  EngineStats stats();
+  void reset_stats();
+  /// fp64 [number of parameters], in the order of names, of the last finished step; zeros before. Never waits for a device.
+  at::Tensor sum_of_squares();
+  /// 0-d bool, of the last finished step. Never waits for a device.
+  at::Tensor found_nonfinite();
+
+  /// Throws the error that ended this engine, if one did.
+  void raise_pending();
+  bool failed() const { return failed_.load(); }
+  /// Fails the engine for a reason found outside of it, so that the other ranks fail at once too.
+  void abort(const std::string& reason);
+  /// Ends threads and transport; what is under way fails. May be called again.
+  void close() noexcept;
+  bool closed() const { return closed_.load(); }
+  int64_t step() const { return step_.load(); }
+  void set_step(int64_t step) { step_.store(step); }
+  /// True once, when more than 1 % of the non-zero values packed as fp16 vanished.
+  bool take_fp16_warning();
+
+ private:
+  void bucket_done(BucketJob& job) override;
+  void bucket_failed(BucketJob& job, const std::exception_ptr& cause) override;
+  bool stopped() const override { return failed() || closed(); }
+
+  void set_up_device();
+  /// The first failure counts; returns it.
+  std::exception_ptr fail(int64_t bucket, int64_t step, const std::string& cause) noexcept;
+  void finish_step_on_host();
+  void finish_step_on_device(int64_t step);
+  void see_counters(const int64_t* counters);
+  void see_arrived_counters();
+
+  EngineOptions options_;
+  Pipeline pipeline_;
+  std::optional<Parameters> parameters_;
+  std::unique_ptr<Executor> executor_;
+
+  // int64 [3] on the device: values packed as fp16 that were not zero, those of them that became zero, non-finite steps.
+  at::Tensor counters_;
+  // Device only.
+  std::optional<c10::Stream> stream_;
+  std::unique_ptr<Watchdog> watchdog_;
+  at::Tensor failed_word_;                  // int32 [1], host memory that the device reads
+  at::Tensor step_nonfinite_;               // int32 [2] on the device: of even and of odd steps
+  std::unique_ptr<c10::Event> step_done_;   // of the last finished step
+  at::Tensor arriving_counters_;            // pinned copy of counters_, valid once counters_copied_ has passed
+  std::unique_ptr<c10::Event> counters_copied_;
+
+  std::mutex submit_mutex_;  // one bucket at a time
+  std::mutex mutex_;         // guards what follows
+  std::exception_ptr error_;
+  EngineStats stats_;
+  std::array<int64_t, 3> known_counters_{};  // as last seen on the host
+  std::array<int64_t, 3> counters_at_reset_{};
+  bool fp16_warned_ = false;
+  bool fp16_warning_due_ = false;
+  std::vector<std::shared_ptr<BucketPlan>> step_plans_;      // of the step under way
+  std::vector<std::shared_ptr<BucketPlan>> finished_plans_;  // device: of the last finished step
+  int64_t finished_step_ = -1;
+  bool step_found_nonfinite_ = false;  // host
+  at::Tensor sum_of_squares_;          // host
+  at::Tensor found_nonfinite_;         // host
+
+  std::atomic<int64_t> step_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace gsync

@@ -1,0 +1,166 @@
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "engine.h"
+#include "transport_c10d.h"
+
+namespace gsync {
+namespace {
+
+std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000.0));
+}
+
+// A process group has one backend for each type of device; a backend is taken as it is.
+c10::intrusive_ptr<c10d::Backend> backend_of(const py::object& group, const std::string& device) {
+  if (py::isinstance<c10d::ProcessGroup>(group)) {
+    return group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>()->getBackend(c10::Device(device).type());
+  }
+  return group.cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
+// The engine's threads may be about to take Python's lock, for a callback of a future, when the last reference goes.
+void delete_engine(Engine* engine) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const py::gil_scoped_release no_gil;
+    delete engine;
+  } else {
+    delete engine;
+  }
+}
+
+std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
+                                    const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
+                                    std::optional<int> stream_priority, const std::string& label) {
+  EngineOptions options;
+  options.device = c10::Device(device);
+  options.world_size = world_size;
+  options.rank = rank;
+  options.exchange = exchange;
+  options.scale = scale;
+  options.slice_bytes = slice_bytes;
+  options.timeout = to_milliseconds(timeout_s);
+  options.stream_priority = stream_priority;
+  options.label = label;
+  return {new Engine(std::move(transport), std::move(options)), &delete_engine};
+}
+
+// The engines to close before the interpreter goes, so that no thread is left to touch what is being taken down.
+class LiveEngines {
+ public:
+  void add(const std::shared_ptr<Engine>& engine) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(engines_, [](const std::weak_ptr<Engine>& weak) { return weak.expired(); });
+    engines_.push_back(engine);
+  }
+  void close() {
+    std::vector<std::weak_ptr<Engine>> engines;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      engines.swap(engines_);
+    }
+    for (const auto& weak : engines) {
+      if (const auto engine = weak.lock()) engine->close();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Engine>> engines_;
+};
+
+void warn_if_fp16_vanishes(Engine& engine) {
+  if (!engine.take_fp16_warning()) return;
+  const EngineStats stats = engine.stats();
+  const std::string message = "gsync: " + std::to_string(stats.packed_vanished) + " of " + std::to_string(stats.packed_nonzero) +
+                              " non-zero gradient values became zero in fp16, whose smallest value is 6e-8; codec='bf16' keeps "
+                              "them, at 8 instead of 11 bits of precision";
+  const py::object category = py::module_::import("gsync.errors").attr("GsyncWarning");
+  if (PyErr_WarnEx(category.ptr(), message.c_str(), 2) != 0) throw py::error_already_set();
+}
+
+py::dict stats_of(Engine& engine) {
+  warn_if_fp16_vanishes(engine);
+  const EngineStats stats = engine.stats();
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["buckets"] = stats.buckets;
+  result["gradient_bytes"] = stats.gradient_bytes;
+  result["wire_bytes"] = stats.wire_bytes;
+  result["pack_ms"] = stats.ms[static_cast<size_t>(Phase::kPack)];
+  result["exchange_ms"] = stats.ms[static_cast<size_t>(Phase::kExchange)];
+  result["unpack_ms"] = stats.ms[static_cast<size_t>(Phase::kUnpack)];
+  result["exposed_ms"] = stats.ms[static_cast<size_t>(Phase::kExposed)];
+  result["nonfinite_steps"] = stats.nonfinite_steps;
+  result["packed_nonzero"] = stats.packed_nonzero;
+  result["packed_vanished"] = stats.packed_vanished;
+  result["buffer_bytes"] = stats.buffer_bytes;
+  return result;
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<Transport, std::shared_ptr<Transport>>(module, "Transport", "Who moves bytes between the ranks.")
+      .def_property_readonly("name", &Transport::name)
+      .def("abort", &Transport::abort, no_gil(), "Ends the communicators, so that the other ranks fail at once.");
+
+  py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(module, "C10dTransport", "Transport over process groups.")
+      .def(py::init([](const py::object& main, const py::object& gather, int rank, int size, double timeout_s, const std::string& device,
+                       bool owned) {
+             return std::make_shared<C10dTransport>(backend_of(main, device), backend_of(gather, device), rank, size,
+                                                    to_milliseconds(timeout_s), owned);
+           }),
+           py::arg("main"), py::arg("gather"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"), py::arg("device") = "cpu",
+           py::arg("owned") = true,
+           "Takes two groups (or Backends) of the same ranks over: main for all_reduce and all_to_all, gather for all_gather.\n\n"
+           "owned=True: nobody else may hold a reference to them, since Gloo tells the other ranks of a failure only by destroying\n"
+           "the group. owned=False: the groups belong to the user and are never aborted.");
+
+  const auto live = std::make_shared<LiveEngines>();
+  py::module_::import("atexit").attr("register")(py::cpp_function([live] { live->close(); }, no_gil()));
+
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "Owns stream, order, buffers, transport and watchdog.")
+      .def(py::init([live](std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
+                           const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
+                           std::optional<int> stream_priority, const std::string& label) {
+             auto engine = make_engine(std::move(transport), device, world_size, rank, exchange, scale, slice_bytes, timeout_s,
+                                       stream_priority, label);
+             live->add(engine);
+             return engine;
+           }),
+           py::arg("transport").none(true), py::arg("device"), py::arg("world_size"), py::arg("rank"),
+           py::arg("exchange"), py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
+           py::arg("label") = "")
+      .def("set_parameters", &Engine::set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"), no_gil())
+      .def("stats", &stats_of)
+      .def("reset_stats", &Engine::reset_stats, no_gil())
+      .def("sum_of_squares", &Engine::sum_of_squares, no_gil())
+      .def("found_nonfinite", &Engine::found_nonfinite, no_gil())
+      .def("raise_pending",
+           [](Engine& self) {
+             warn_if_fp16_vanishes(self);
+             self.raise_pending();
+           })
+      .def("abort", &Engine::abort, py::arg("reason"), no_gil())
+      .def("close", &Engine::close, no_gil())
+      .def_property_readonly("failed", &Engine::failed)
+      .def_property_readonly("closed", &Engine::closed)
+      .def_property_readonly("step", &Engine::step)
+      .def("set_step", &Engine::set_step, py::arg("step"));
+}
+
+}  // namespace gsync

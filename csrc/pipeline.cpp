@@ -1,0 +1,129 @@
+#include "pipeline.h"
+
+#include <ATen/ops/_values.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/fill.h>
+#include <c10/core/GradMode.h>
+
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace gsync {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class SliceFlow final : public Flow {
+ public:
+  SliceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, Part& part, size_t slice, SliceBuffers& buffers)
+      : Flow(std::move(job)), pipeline_(pipeline), part_(part), layout_(*part.slices[slice]), buffers_(buffers),
+        is_last_of_part_(slice + 1 == part.slices.size()) {}
+
+  void start(c10::Stream stream) override {
+    auto* base = static_cast<uint8_t*>(job_->bucket.buffer.mutable_data_ptr());
+    gradients_.reserve(part_.offsets.size());
+    for (const int64_t offset : part_.offsets) gradients_.push_back(base + offset);
+
+    // 1. pack
+    pipeline_.clock->begin(Phase::kPack);
+    pipeline_.exchange->reserve(layout_, buffers_);
+    pack(layout_, gradients_.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream);
+    pipeline_.clock->end(Phase::kPack);
+
+    // 2. exchange
+    pipeline_.clock->begin(Phase::kExchange);
+    issue(stream);
+  }
+
+  bool advance(c10::Stream stream) override {
+    if (collective_) {
+      collective_->finish();
+      ++stage_;
+      issue(stream);
+      if (collective_) return false;
+    }
+    pipeline_.clock->end(Phase::kExchange);
+
+    // 3. unpack. On one rank the gradients are what they should be, only measured.
+    pipeline_.clock->begin(Phase::kUnpack);
+    if (!pipeline_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
+    auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
+    unpack(layout_, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()), job_->found_nonfinite,
+           sums, pipeline_.failed, stream);
+    pipeline_.clock->end(Phase::kUnpack);
+    return true;
+  }
+
+ private:
+  uint8_t* payload() const { return static_cast<uint8_t*>(buffers_.payload.mutable_data_ptr()); }
+  void issue(c10::Stream stream) {
+    collective_ = pipeline_.exchange->issue(stage_, layout_, buffers_, stream);
+    issued_ = Clock::now();
+  }
+
+  const Pipeline& pipeline_;
+  Part& part_;
+  const DeviceLayout& layout_;
+  SliceBuffers& buffers_;
+  bool is_last_of_part_;
+  std::vector<void*> gradients_;
+};
+
+// A sparse gradient is summed as it is: rows that no rank touched stay away, and no value is rounded.
+class SparseFlow final : public Flow {
+ public:
+  SparseFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job) : Flow(std::move(job)), pipeline_(pipeline) {}
+
+  void start(c10::Stream /*stream*/) override {
+    const c10::AutoGradMode no_grad(false);
+    at::Tensor& gradient = job_->bucket.buffer;
+    // Divided as stock DDP does it, so that the bits agree for every world size.
+    if (pipeline_.scale != 1.0f) gradient.div_(std::nearbyint(1.0 / pipeline_.scale));
+    pipeline_.clock->begin(Phase::kExchange);
+    if (pipeline_.transport) collective_ = pipeline_.transport->all_reduce_sparse(gradient);
+    issued_ = Clock::now();
+  }
+
+  bool advance(c10::Stream /*stream*/) override {
+    if (collective_) collective_->finish();
+    pipeline_.clock->end(Phase::kExchange);
+    return true;
+  }
+
+ private:
+  const Pipeline& pipeline_;
+};
+
+}  // namespace
+
+int64_t num_flows(const BucketJob& job) {
+  if (!job.plan) return 1;
+  int64_t count = 0;
+  for (const Part& part : job.plan->parts) count += static_cast<int64_t>(part.slices.size());
+  return count;
+}
+
+std::unique_ptr<Flow> make_flow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number, SliceBuffers& buffers) {
+  if (!job->plan) return std::make_unique<SparseFlow>(pipeline, std::move(job));
+  for (Part& part : job->plan->parts) {
+    const auto slices = static_cast<int64_t>(part.slices.size());
+    if (number < slices) return std::make_unique<SliceFlow>(pipeline, std::move(job), part, static_cast<size_t>(number), buffers);
+    number -= slices;
+  }
+  return nullptr;
+}
+
+void poison(const Bucket& bucket) {
+  const c10::AutoGradMode no_grad(false);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto fill = [nan](at::Tensor gradient) {
+    if (!gradient.defined() || gradient.numel() == 0) return;
+    if (gradient.is_sparse()) gradient = gradient._values();
+    gradient.fill_(nan);
+  };
+  fill(bucket.buffer);
+  for (const at::Tensor& parameter : bucket.parameters) fill(parameter.mutable_grad());
+}
+
+}  // namespace gsync

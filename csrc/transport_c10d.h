@@ -1,0 +1,51 @@
+// Transport over c10d process groups: Gloo and others on the host, NCCL and others on a device.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <mutex>
+
+#include "transport.h"
+
+namespace gsync {
+
+class C10dTransport final : public Transport {
+ public:
+  /// Args:
+  ///   main, gather: lanes 0 and 1; may be the same
+  ///   rank, size: in the group
+  ///   timeout: of every collective
+  ///   owned: nobody else uses these groups; they are aborted on failure, otherwise only let go
+  C10dTransport(c10::intrusive_ptr<c10d::Backend> main, c10::intrusive_ptr<c10d::Backend> gather, int rank, int size,
+                std::chrono::milliseconds timeout, bool owned);
+  ~C10dTransport() override;
+
+  std::string name() const override { return name_; }
+  int num_lanes() const override { return num_lanes_; }
+  bool any_thread() const override { return name_ == "gloo"; }
+  void set_wake(std::function<void()> wake) override;
+
+  std::shared_ptr<Collective> all_reduce(const at::Tensor& payload) override;
+  std::shared_ptr<Collective> all_to_all(const at::Tensor& out, const at::Tensor& in) override;
+  std::shared_ptr<Collective> all_gather(const at::Tensor& out, const at::Tensor& in) override;
+  std::shared_ptr<Collective> all_reduce_sparse(const at::Tensor& gradient) override;
+
+  std::string async_error() override { return {}; }
+  void abort() noexcept override;
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> lane(int idx);
+  std::shared_ptr<Collective> under_way(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor);
+
+  std::mutex mutex_;  // guards lanes_ and wake_
+  c10::intrusive_ptr<c10d::Backend> lanes_[2];
+  std::shared_ptr<std::function<void()>> wake_;
+  std::string name_;
+  int num_lanes_;
+  int size_;
+  std::chrono::milliseconds timeout_;
+  bool owned_;
+};
+
+}  // namespace gsync

@@ -1,0 +1,90 @@
+"""What the compiled part offers to Python."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+class Layout:
+    """The layout of one slice of a bucket, with its tables on the devices that used it."""
+
+    payload_bytes: int
+    chunk_bytes: int
+    num_chunks: int
+    num_segments: int
+    num_tiles: int
+    num_partials: int
+
+class Transport:
+    """Who moves bytes between the ranks."""
+
+    @property
+    def name(self) -> str: ...
+    def abort(self) -> None:
+        """Ends the communicators, so that the other ranks fail at once."""
+
+class C10dTransport(Transport):
+    """Transport over process groups: `main` carries all_reduce and all_to_all, `gather` all_gather.
+
+    With `owned` the caller gives up its references: Gloo tells the other ranks of a failure only by destroying the group.
+    """
+
+    def __init__(
+        self,
+        main: dist.ProcessGroup,
+        gather: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: str = "cpu",
+        owned: bool = True,
+    ) -> None: ...
+
+class Engine:
+    """Owns stream, order, buffers, transport and watchdog. It fails once; then every call that gives results raises."""
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        device: str,
+        world_size: int,
+        rank: int,
+        exchange: str,
+        scale: float,
+        slice_bytes: int,
+        timeout_s: float,
+        stream_priority: int | None = None,
+        label: str = "",
+    ) -> None: ...
+    def set_parameters(self, params: Sequence[Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
+        """Names the parameters whose gradients will come, held weakly."""
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Synchronises a bucket in place; the future holds its buffer, or the error."""
+    def stats(self) -> dict[str, float]:
+        """Returns totals since the last reset."""
+    def reset_stats(self) -> None: ...
+    def sum_of_squares(self) -> Tensor:
+        """Returns fp64 [number of parameters], in the order of names, of the last finished step."""
+    def found_nonfinite(self) -> Tensor:
+        """Returns a 0-d bool of the last finished step."""
+    def raise_pending(self) -> None:
+        """Raises the error that ended this engine, if one did."""
+    def abort(self, reason: str) -> None:
+        """Fails the engine, and with it the other ranks."""
+    def close(self) -> None: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    def set_step(self, step: int) -> None: ...
+
+def register_ddp_hook(reducer: object, provider: Callable[[], Engine | dist.ProcessGroup]) -> None:
+    """Registers a hook on a DDP reducer that needs no Python lock.
+
+    `provider()` is called at the first bucket, and again at the first bucket after the engine was closed. It returns the engine
+    to use, or a process group over which to take a plain mean; for the latter it is asked at every bucket. The reducer keeps
+    `provider` alive: it should hold its state weakly.
+    """
