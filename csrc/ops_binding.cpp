@@ -125,7 +125,8 @@ std::vector<void*> gradient_pointers(const char* operation, const LayoutHandle& 
     if (!gradients[i]) continue;
     const at::Tensor& gradient = *gradients[i];
     TORCH_CHECK_VALUE(dtype_code(gradient.scalar_type()) == handle.dtype(i) && gradient.numel() == handle.numel(i) &&
-                          gradient.device() == device && gradient.is_non_overlapping_and_dense(),
+                          gradient.device() == device &&
+                          (gradient.numel() == 0 || gradient.is_non_overlapping_and_dense()),
                       operation, ": gradients[", i, "] is ", gradient.scalar_type(), " ", gradient.sizes(), " strides ",
                       gradient.strides(), " on ", gradient.device(), ", expected ", handle.numel(i),
                       " dense elements of dtype code ", handle.dtype(i), " on ", device);

@@ -221,9 +221,7 @@ def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_sli
         if segment.codec not in CODE_BYTES:
             raise ValueError(f"layout: codecs[{i}] is {segment.codec}, expected 0 (fp32), 1 (fp16) or 2 (bf16)")
         if not 0 <= segment.dtype <= 3:
-            raise ValueError(
-                f"layout: dtypes[{i}] is {segment.dtype}, expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)"
-            )
+            raise ValueError(f"layout: dtypes[{i}] is {segment.dtype}, expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)")
 
 
 def _part(segment: Segment, r: int, num_chunks: int) -> tuple[int, int]:
