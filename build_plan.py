@@ -14,8 +14,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 # What each toolkit can compile for. The last one is added as PTX too, for GPUs that come later.
@@ -64,7 +65,7 @@ class Plan:
     compiler: tuple[str, ...] = ()  # as CXX names it, launcher included
     toolkit: Toolkit | None = None
     archs: str = ""
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return a few lines for the build's log."""
@@ -89,15 +90,13 @@ def choose(request: str = "auto") -> Plan:
     if request == "python":
         return Plan("python", "GSYNC_BUILD=python")
     torch, missing = find_torch()
-    if torch is None:
+    compiler: tuple[str, ...] = ()
+    if torch is not None:
+        compiler, missing = find_compiler()
+    if torch is None or not compiler:
         if request != "auto":
-            raise BuildError(f"GSYNC_BUILD={request} needs torch at build time, but {missing}; {NATIVE_HINT}")
-        return Plan("python", f"{missing}; {NATIVE_HINT}")
-    compiler = find_compiler()
-    if not compiler:
-        if request != "auto":
-            raise BuildError(f"GSYNC_BUILD={request} needs a C++ compiler, and there is none: install g++ or set CXX")
-        return Plan("python", f"no C++ compiler; install g++ or set CXX, then {NATIVE_INSTALL}", torch)
+            raise BuildError(f"GSYNC_BUILD={request} cannot be built: {missing}")
+        return Plan("python", f"{missing}; {NATIVE_HINT}", torch)
     if request == "cpu":
         return Plan("cpu", "GSYNC_BUILD=cpu", torch, compiler)
     if torch.cuda is None:
@@ -128,17 +127,36 @@ def find_torch() -> tuple[Torch | None, str]:
     return Torch(str(torch.__version__), torch.version.cuda, Path(torch.__file__).parent), ""
 
 
-def find_compiler() -> tuple[str, ...]:
-    """Return the C++ compiler's command, CXX first, or () if there is none."""
+def find_compiler() -> tuple[tuple[str, ...], str]:
+    """Return the C++ compiler's command, as CXX names it if it is set, or () and what is missing."""
+    if sys.platform != "linux":
+        return (), f"the compiled extension is for Linux, and this is {sys.platform}"
     named = os.environ.get("CXX", "").strip()
     candidates = [named] if named else [sysconfig.get_config_var("CXX") or "", "c++", "g++", "clang++"]
     for candidate in candidates:
         words = shlex.split(candidate)
         if words and all(shutil.which(word) for word in words if not word.startswith("-")):
-            return tuple(words)
+            return _try_compiler(tuple(words))
     if named:
         raise BuildError(f"CXX={named!r} is not a command on this machine; correct it or unset it")
-    return ()
+    return (), "there is no C++ compiler (install g++ or set CXX)"
+
+
+def _try_compiler(command: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Return `command` if it compiles C++20 against Python's headers, else () and why not."""
+    headers = sysconfig.get_path("include")
+    if not (Path(headers) / "Python.h").is_file():
+        return (), f"Python.h is not in {headers} (install python3-dev)"
+    check = [*command, "-std=c++20", "-fsyntax-only", f"-I{headers}", "-x", "c++", "-"]
+    source = "#include <Python.h>\n#include <concepts>\nstatic_assert(std::integral<int>);\n"
+    try:
+        done = subprocess.run(check, input=source, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return (), f"{shlex.join(command)} does not run ({error})"
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        return (), f"{shlex.join(command)} does not compile C++20 ({first})"
+    return command, ""
 
 
 def find_toolkit() -> Toolkit | None:
@@ -190,6 +208,7 @@ def _toolkit(nvcc: Path) -> Toolkit:
     roots = [nvcc.parent.parent, *_nvidia_folders()]
     include_dirs = tuple(root / "include" for root in roots if (root / "include" / "cuda_runtime_api.h").is_file())
     include_dirs += tuple(root / "include" for root in roots if (root / "include" / "nccl.h").is_file())
+    include_dirs = tuple(dict.fromkeys(include_dirs))
     major = release.group(1).split(".")[0]
     names = [f"libcudart.so.{major}", "libcudart.so"] if int(major) >= 12 else ["libcudart.so", "libcudart.so.11.0"]
     for root in roots:
@@ -220,3 +239,10 @@ def default_archs(toolkit: str) -> str:
     version = tuple(int(part) for part in toolkit.split("."))
     known = [f"{major}.{minor}" for major, minor, since in ARCHS if version >= since]
     return ";".join(known) + "+PTX"
+
+
+def default_jobs() -> int:
+    """Return how many files are compiled at a time when MAX_JOBS is not set: one per core, and 2 GB of memory for each."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores, memory // 2_000_000_000))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,8 +64,6 @@ def make_extension(plan: build_plan.Plan) -> Extension:
         libraries += ["c10_cuda", "torch_cuda"]
         link += [str(plan.toolkit.cudart)]
         define = ["-DGSYNC_WITH_CUDA"]
-    # The host compiler of nvcc: the one of the C++ files, without ccache before it.
-    host_compiler = [f"-ccbin={plan.compiler[-1]}"] if os.environ.get("CXX") else []
     return Extension(
         "gsync._C",
         sources=find_sources(with_cuda),
@@ -71,7 +71,7 @@ def make_extension(plan: build_plan.Plan) -> Extension:
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(plan.torch.folder / "lib")],
         libraries=libraries,
-        extra_compile_args={"cxx": CXX_FLAGS + define + system, "nvcc": NVCC_FLAGS + define + host_compiler},
+        extra_compile_args={"cxx": CXX_FLAGS + define + system, "nvcc": NVCC_FLAGS + define},
         extra_link_args=link,
         language="c++",
     )
@@ -90,7 +90,8 @@ def build_ext_command(plan: build_plan.Plan) -> type:
     """Return the build_ext command. It imports torch's build helper, so only native builds ask for it."""
     # Read by torch's helper when it is imported or run.
     os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
-    os.environ["CC"] = plan.compiler[-1]  # without a launcher such as ccache: distutils would take it for the compiler
+    # Without a launcher such as ccache: distutils would take that for the compiler, nvcc would pass it on as its host compiler.
+    os.environ["CC"] = plan.compiler[-1]
     if len(plan.compiler) > 1:
         os.environ["CXX"] = one_word_compiler(plan.compiler)
         os.environ["TORCH_NO_COMPILER_WRAPPER"] = "1"
@@ -98,7 +99,7 @@ def build_ext_command(plan: build_plan.Plan) -> type:
         os.environ["CUDA_HOME"] = str(plan.toolkit.home)
         os.environ["TORCH_CUDA_ARCH_LIST"] = plan.archs
     if not os.environ.get("MAX_JOBS"):
-        os.environ["MAX_JOBS"] = str(len(os.sched_getaffinity(0)))
+        os.environ["MAX_JOBS"] = str(build_plan.default_jobs())
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildNative(BuildExtension):
@@ -130,26 +131,35 @@ def build_py_command(plan: build_plan.Plan) -> type:
 
     class BuildPython(build_py):
         def run(self) -> None:
-            super().run()
             editable = getattr(self, "editable_mode", False)
-            folder = ROOT / "gsync" if editable else Path(self.build_lib) / "gsync"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = (ROOT if editable else Path(self.build_lib)) / "gsync"
+            if not editable:
+                shutil.rmtree(folder, ignore_errors=True)  # modules that an earlier build left
+            super().run()
             (folder / "_build_info.py").write_text(build_info(plan))
 
     return BuildPython
 
 
+def tell(plan: build_plan.Plan, request: str) -> None:
+    """Print what is built. pip hides that without -v, so a fallback to pure Python is also told to the terminal, if there is one."""
+    print(plan.summary(), file=sys.stderr, flush=True)
+    if plan.kind == "python" and request == "auto" and not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\n{plan.summary()}\n")
+
+
 def main() -> None:
-    plan = build_plan.choose(requested_build())
-    building = any(word.startswith(("build", "bdist", "install", "develop", "editable")) for word in sys.argv[1:])
-    if building:
-        # pip shows the output of a build only with -v; the terminal always sees stderr of `python -m build`.
-        print(plan.summary(), file=sys.stderr, flush=True)
-    commands = {"build_py": build_py_command(plan)}
-    extensions = []
-    if plan.kind != "python" and find_sources(with_cuda=False):
-        extensions = [make_extension(plan)]
-        if building:
+    request = requested_build()
+    extensions: list[Extension] = []
+    commands: dict[str, type] = {}
+    # Only these commands look at the machine; an sdist or the metadata are the same everywhere.
+    if any(word.startswith(("build", "bdist", "editable", "install", "develop")) for word in sys.argv[1:]):
+        plan = build_plan.choose(request)
+        tell(plan, request)
+        commands["build_py"] = build_py_command(plan)
+        if plan.kind != "python":
+            extensions = [make_extension(plan)]
             commands["build_ext"] = build_ext_command(plan)
     setup(ext_modules=extensions, cmdclass=commands, license="BSD-3-Clause")
 

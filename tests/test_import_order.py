@@ -1,0 +1,118 @@
+"""Imports go one way, files stay short, and folders keep to what they may use."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each module of gsync may import those named; `<leaf>` modules import nothing of gsync. Doors know the state, the state knows the
+# operations, operations know their backends. Nothing knows its callers.
+LEAVES = {"config", "errors", "env"}
+BACKENDS = {"reference", "kernels", "_C", "_native", "_build_info"}
+OPERATIONS = {"layout", "ops", *BACKENDS}
+STATE = {"state", "engine", "groups", "stats", "norm", *OPERATIONS}
+MAY_IMPORT = {
+    "_native": {"_C", "_build_info"},
+    "layout": {"_native", "_C"},
+    "reference": {"layout"},
+    "ops": OPERATIONS,
+    "stats": set(),
+    "groups": {"_native", "_C"},
+    "norm": {"stats", "_native", "_C"},
+    "engine": {"stats", "groups", *OPERATIONS},
+    "state": STATE,
+    "hook": STATE,
+    "reducer": STATE,
+}
+TOP = {"__init__", "cli", "doctor", "integrations"}  # what people call: may import anything
+MAX_LINES = 500
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh", ".pyi")
+FOLDERS = ("gsync", "kernels", "csrc", "benchmarks", "tests", "examples")
+
+
+def source_files() -> list[Path]:
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
+    files += [ROOT / "setup.py", ROOT / "build_plan.py"]
+    return [file for file in files if "__pycache__" not in file.parts and file.name != "_build_info.py"]
+
+
+def imported_modules(file: Path, package: str) -> set[str]:
+    """Return the absolute names of everything that `file`, a module of `package`, imports, in functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).rstrip(".")
+            names |= {f"{base}.{alias.name}" for alias in node.names} if base == "gsync" else {base}
+    return names
+
+
+def of_gsync(names: set[str]) -> set[str]:
+    """Return the first part below gsync of those names that lie in gsync; "" for gsync itself."""
+    return {[*name.split("."), ""][1] for name in names if name.split(".")[0] == "gsync"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "gsync").glob("*.py")), ids=lambda file: file.stem)
+def test_imports_go_one_way(file: Path) -> None:
+    if file.stem in TOP or file.stem == "_build_info":
+        return
+    allowed = (set() if file.stem in LEAVES else MAY_IMPORT.get(file.stem, STATE) | LEAVES) | {"__version__"}
+    found = of_gsync(imported_modules(file, "gsync")) - {file.stem}
+    assert found <= allowed, f"gsync/{file.name} imports {sorted(found - allowed)}; it may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "kernels").glob("*.py")), ids=lambda file: file.stem)
+def test_kernels_import_only_torch_and_triton(file: Path) -> None:
+    allowed = {"__future__", "torch", "triton", "gsync"}
+    names = imported_modules(file, "gsync.kernels")
+    assert {name.split(".")[0] for name in names} <= allowed, f"kernels/{file.name} imports {sorted(names)}"
+    assert of_gsync(names) <= {"kernels"}, f"kernels/{file.name} imports {sorted(names)}; of gsync only its own folder"
+
+
+def test_no_module_of_the_package_imports_its_benchmarks() -> None:
+    for file in (ROOT / "gsync").glob("*.py"):
+        if file.stem not in {"cli", "doctor"}:
+            assert "benchmarks" not in of_gsync(imported_modules(file, "gsync")), f"gsync/{file.name} imports gsync.benchmarks"
+
+
+@pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_are_short(file: Path) -> None:
+    lines = len(file.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{file.relative_to(ROOT)} has {lines} lines; at most {MAX_LINES}: split it by subject"
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils", "util", "helpers", "misc", "common"}
+    found = [str(file.relative_to(ROOT)) for file in source_files() if file.stem in vague]
+    assert not found, f"{found}: name a file after its subject"
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+
+
+def test_kernels_know_no_torch() -> None:
+    """A .cu file with Torch headers takes 2 minutes to compile, without 3 seconds."""
+    for file in (
+        *(ROOT / "csrc" / "cuda").glob("*.cu*"),
+        *(ROOT / "csrc" / "common").glob("*.h"),
+        *(ROOT / "csrc" / "codecs").glob("*.h"),
+    ):
+        included = [line for line in file.read_text().splitlines() if line.startswith("#include")]
+        torch = [line for line in included if any(part in line for part in ("torch/", "ATen/", "c10/"))]
+        assert not torch, f"{file.relative_to(ROOT)} includes {torch}"
+
+
+def test_nothing_includes_the_whole_of_torch() -> None:
+    """torch/extension.h costs 33 s a file."""
+    for file in (*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")):
+        assert "torch/extension.h" not in file.read_text(), file.relative_to(ROOT)
