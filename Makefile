@@ -15,7 +15,8 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
   $(name) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(name))))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),torch>=2.11,<2.15)
+NEWEST_TORCH := torch>=2.11,<2.15
+TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(NEWEST_TORCH))
 # One stamp per torch: asking for another one installs and builds again.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 BUILT := $(VENV)/.built

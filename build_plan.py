@@ -209,12 +209,11 @@ def _toolkit(nvcc: Path) -> Toolkit:
     include_dirs = tuple(root / "include" for root in roots if (root / "include" / "cuda_runtime_api.h").is_file())
     include_dirs += tuple(root / "include" for root in roots if (root / "include" / "nccl.h").is_file())
     include_dirs = tuple(dict.fromkeys(include_dirs))
-    major = release.group(1).split(".")[0]
-    names = [f"libcudart.so.{major}", "libcudart.so"] if int(major) >= 12 else ["libcudart.so", "libcudart.so.11.0"]
-    for root in roots:
-        for library in (root / sub / name for sub in ("lib64", "lib") for name in names):
-            if include_dirs and library.is_file():
-                return Toolkit(nvcc, release.group(1), include_dirs, library)
+    # By its full name: pip's package has no libcudart.so without a number.
+    name = f"libcudart.so.{release.group(1).split('.')[0]}*"
+    found = [library for root in roots for sub in ("lib64", "lib") for library in sorted((root / sub).glob(name))]
+    if include_dirs and found:
+        return Toolkit(nvcc, release.group(1), include_dirs, found[0])
     raise BuildError(f"{nvcc} comes without cuda_runtime_api.h or libcudart: install the whole toolkit, or set GSYNC_BUILD=cpu")
 
 

@@ -142,7 +142,7 @@ def build_py_command(plan: build_plan.Plan) -> type:
 
 
 def tell(plan: build_plan.Plan, request: str) -> None:
-    """Print what is built. pip hides that without -v, so a fallback to pure Python is also told to the terminal, if there is one."""
+    """Print what is built. pip hides that without -v, so a terminal is told of a fallback to pure Python all the same."""
     print(plan.summary(), file=sys.stderr, flush=True)
     if plan.kind == "python" and request == "auto" and not sys.stderr.isatty():
         with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:

@@ -1,7 +1,7 @@
 """What all tests share: the backends and devices to run under, and the rules by which tests skip.
 
-    backend, device   each test that takes both runs under every pair that exists: reference, native and triton, on the CPU and
-                      on the GPU. Without a GPU, Triton kernels run in Triton's interpreter.
+backend, device   each test that takes both runs under every pair that exists: reference, native and triton, on the CPU and
+                  on the GPU. Without a GPU, Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
