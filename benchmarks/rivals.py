@@ -1,0 +1,195 @@
+"""The ways to synchronise that are measured against each other, each as a function that arms one DDP model.
+
+    ddp     stock                 DDP as it comes: fp32, all_reduce
+            stock again           a second, identical model: what it differs by is the noise of the machine
+            fp16 hook, bf16 hook  torch's fp16_compress_hook and bf16_compress_hook
+            PowerSGD              torch's powerSGD_hook, low-rank
+    gsync   CODEC EXCHANGE        gsync.register(model, codec=CODEC, exchange=EXCHANGE)
+
+Every rival also says what its result may differ from the exact mean by, which is checked before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+STOCK = "stock"
+TWIN = "stock again"
+DDP_RIVALS = (STOCK, TWIN, "fp16 hook", "bf16 hook", "PowerSGD")
+POWERSGD_RANK = 4
+POWERSGD_START = 2  # the earliest that torch allows; the checks before timing are past it
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a mean may lie from the exact one: |error| <= ((1 + u)^k - 1) * mean|g| + k * smallest / 2.
+
+    Attributes:
+        unit_roundoff: u, half the distance from 1 to the next number of the type that travels.
+        smallest: smallest positive number of that type: rounding below its normal range is absolute.
+        roundings: world_size -> k, how often a value is rounded to that type on its way.
+    """
+
+    unit_roundoff: float
+    smallest: float
+    roundings: Callable[[int], int]
+
+    def relative(self, world_size: int) -> float:
+        """Return the factor of mean|g|, with the fp32 arithmetic around the codec counted in."""
+        return (1 + self.unit_roundoff) ** self.roundings(world_size) * (1 + 2.0**-24) ** (world_size + 2) - 1
+
+    def absolute(self, world_size: int) -> float:
+        """Return the part that does not shrink with the gradient."""
+        return self.roundings(world_size) * world_size * self.smallest / 2
+
+
+_UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_SMALLEST = {"fp32": 2.0**-149, "fp16": 2.0**-24, "bf16": 2.0**-133}
+_NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def _bound(kind: str, roundings: Callable[[int], int]) -> Bound:
+    return Bound(_UNIT_ROUNDOFF[kind], _SMALLEST[kind], roundings)
+
+
+@dataclass
+class Armed:
+    """A DDP model with a rival's hook on it.
+
+    Attributes:
+        wire_bytes: () -> bytes that this rank sends per step, over the steps since `reset`.
+        wire_source: "formula" or "stats": where `wire_bytes` comes from.
+        reset: forgets the steps so far.
+        stats: () -> gsync's own numbers since `reset`, {} for the others.
+        close: takes the hook's resources back.
+    """
+
+    wire_bytes: Callable[[], float]
+    wire_source: str = "formula"
+    reset: Callable[[], None] = lambda: None
+    stats: Callable[[], dict[str, Any]] = dict
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One row of the table.
+
+    Attributes:
+        family: "ddp" or "gsync".
+        name: unique in its family.
+        arm: registers the hook on a DDP model; raises where the rival refuses this model, device or process group.
+        bound: what its mean may be off by; None where no bound is known (PowerSGD), then only equality of ranks is checked.
+        own_group: gets a process group of its own.
+        whole_model: gets the whole model as one bucket on Gloo.
+        note: shown below the table, "" for none.
+        may_refuse: a refusal is expected somewhere and is no failure of the run.
+    """
+
+    family: str
+    name: str
+    arm: Callable[[DistributedDataParallel], Armed]
+    bound: Bound | None
+    own_group: bool = False
+    whole_model: bool = False
+    note: str = ""
+    may_refuse: bool = False
+
+    @property
+    def label(self) -> str:
+        """Family and name: unique."""
+        return f"{self.family} {self.name}"
+
+
+def all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
+    """Return what one rank sends in a ring all_reduce: 2 (W-1)/W of the payload."""
+    return 2.0 * (world_size - 1) / world_size * payload_bytes
+
+
+def make_rivals(
+    ddp_names: Sequence[str], codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any]
+) -> list[Rival]:
+    """Return the rivals in the order of the table.
+
+    Args:
+        ddp_names: of DDP_RIVALS.
+        codecs, exchanges: every combination becomes a gsync rival.
+        fields: further fields of SyncConfig for all gsync rivals.
+
+    Raises:
+        ValueError, TypeError: SyncConfig refuses a combination.
+    """
+    rivals = [_ddp_rival(name) for name in DDP_RIVALS if name in ddp_names]
+    for codec in codecs:
+        rivals += [_gsync_rival(codec, exchange, fields) for exchange in exchanges]
+    return rivals
+
+
+def _numel(model: DistributedDataParallel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _world(model: DistributedDataParallel) -> int:
+    return dist.get_world_size(model.process_group)
+
+
+def _ddp_rival(name: str) -> Rival:
+    if name in (STOCK, TWIN):
+        return Rival("ddp", name, _arm_stock, _bound("fp32", lambda world: world + 1))
+    if name == "PowerSGD":
+        note = f"rank {POWERSGD_RANK}; on Gloo one bucket, since with several its chained collectives crash or hang the process"
+        return Rival("ddp", name, _arm_powersgd, None, own_group=True, whole_model=True, note=note, may_refuse=True)
+    kind = name.split()[0]
+    hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[kind]
+
+    def arm(model: DistributedDataParallel) -> Armed:
+        model.register_comm_hook(model.process_group, hook)
+        wire_bytes = all_reduce_bytes(_NUM_BYTES[kind] * _numel(model), _world(model))
+        return Armed(lambda: wire_bytes)
+
+    # cast, division by the world size, and the sums, all in the 16-bit type
+    return Rival("ddp", name, arm, _bound(kind, lambda world: world + 1), may_refuse=kind == "bf16")
+
+
+def _arm_stock(model: DistributedDataParallel) -> Armed:
+    wire_bytes = all_reduce_bytes(4 * _numel(model), _world(model))
+    return Armed(lambda: wire_bytes)
+
+
+def _arm_powersgd(model: DistributedDataParallel) -> Armed:
+    state = powerSGD_hook.PowerSGDState(
+        model.process_group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    numel, world_size = _numel(model), _world(model)
+
+    def wire_bytes() -> float:
+        rate = float(state.compression_stats()[0])
+        return all_reduce_bytes(4 * numel / rate, world_size)
+
+    return Armed(wire_bytes)
+
+
+def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any]) -> Rival:
+    import gsync
+
+    config = gsync.SyncConfig(codec=codec, exchange=exchange, **fields)  # refuses wrong fields here, before anything starts
+
+    def arm(model: DistributedDataParallel) -> Armed:
+        sync = gsync.register(model, config)
+
+        def wire_bytes() -> float:
+            stats = sync.stats()
+            return stats.wire_bytes / max(1, stats.steps)
+
+        return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close)
+
+    if exchange == "scatter_gather":
+        return Rival("gsync", f"{codec} {exchange}", arm, _bound(codec, lambda world: 2))
+    return Rival("gsync", f"{codec} {exchange}", arm, _bound(codec, lambda world: world))

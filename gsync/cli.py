@@ -1,0 +1,45 @@
+"""The command `gsync`: `gsync bench`, `gsync bench kernels`, `gsync doctor`.
+
+The core of gsync does without what this needs (typer, rich): without them it says how to get them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_EXTRA = "pip install 'torch-gsync[bench]'"
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        import rich as _rich  # noqa: F401
+        import typer
+    except ModuleNotFoundError as error:
+        print(f"gsync: the command line needs {error.name}: {_EXTRA}\n(python -m gsync.doctor works without)", file=sys.stderr)
+        sys.exit(2)
+    ddp = importlib.import_module("gsync.benchmarks.ddp")  # the folder benchmarks/ of the source tree
+
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Gradient synchronisation for data-parallel training in PyTorch.",
+    )
+    app.add_typer(ddp.make_app(), name="bench")
+
+    @app.command()
+    def doctor(
+        json: str = typer.Option("", help="File for everything the report is made of.", show_default=False),
+    ) -> None:
+        """Say what gsync finds here and what it would use; under torchrun or srun compare the ranks."""
+        from . import doctor as examination
+
+        raise typer.Exit(examination.run(json or None))
+
+    app(prog_name="gsync")
+
+
+if __name__ == "__main__":
+    main()

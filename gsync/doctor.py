@@ -1,0 +1,246 @@
+"""What gsync finds on this machine, and what it would use: versions, build, devices, NCCL, Triton.
+
+gsync doctor, python -m gsync.doctor           one report
+torchrun ... -m gsync.doctor, srun ... the same   one line per rank, and which rank is not like the others
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _native
+from .launch import Place, find_place
+from .machine import circumstances, nccl, package_version
+
+_WAIT_S = 60.0  # for ranks that start later
+# What has to be equal on all ranks, since either the bytes on the wire or the order of collectives depend on it.
+_SAME = ("gsync", "torch", "build", "cuda", "nccl", "triton", "device", "backend")
+
+
+def build() -> dict[str, Any]:
+    """Return how gsync was built and whether its extension is loaded."""
+    info = _native.build_info()
+    kind = info.KIND if info is not None else "python"
+    return {
+        "kind": kind,
+        "loaded": _native.C is not None,
+        "for_torch": info.TORCH if info is not None else None,
+        "for_cuda": info.TORCH_CUDA if info is not None else None,
+        "architectures": info.ARCHS if info is not None else "",
+        "reason": _native.MISSING or (info.REASON if info is not None else ""),
+    }
+
+
+def triton() -> tuple[bool, str]:
+    """Return whether Triton kernels can run on a GPU here, and why not."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "Triton is not installed"
+    if not torch.cuda.is_available():
+        return False, "no GPU"
+    return True, ""
+
+
+def choices() -> list[dict[str, str]]:
+    """Return for each kind of device here what `auto` uses and why."""
+    found = [
+        {
+            "device": "cpu",
+            "backend": "native" if _native.C is not None else "reference",
+            "backend_reason": "the compiled extension is loaded" if _native.C is not None else _native.MISSING,
+            "transport": "process_group",
+            "transport_reason": "a private Gloo group; with other CPU process groups their own",
+        }
+    ]
+    if not torch.cuda.is_available():
+        return found
+    can_triton, why_not = triton()
+    if _native.has_cuda():
+        backend, reason = "native", "the compiled extension has CUDA kernels"
+    elif can_triton:
+        backend, reason = "triton", "the extension has no CUDA kernels, and Triton is there"
+    else:
+        backend, reason = "reference", f"the extension has no CUDA kernels, and Triton cannot be used: {why_not}"
+    version, where = nccl()
+    if _native.has_cuda() and version:
+        transport = "nccl"
+        transport_reason = (
+            "own communicator, if the group spans all ranks and no module communicates in the backward pass "
+            "(SyncBatchNorm, tensor parallelism); otherwise process_group"
+        )
+    else:
+        transport = "process_group"
+        transport_reason = f"no NCCL of its own: {where}" if _native.has_cuda() else "the extension has no NCCL transport"
+    found.append(
+        {
+            "device": "cuda",
+            "backend": backend,
+            "backend_reason": reason,
+            "transport": transport,
+            "transport_reason": transport_reason,
+        }
+    )
+    return found
+
+
+def facts() -> dict[str, Any]:
+    """Return everything the report shows."""
+    version, where = nccl()
+    can_triton, why_not = triton()
+    return {
+        **circumstances(),
+        "build": build(),
+        "nccl": {"version": version, "from": where},
+        "triton": {"version": package_version("triton"), "usable": can_triton, "reason": why_not},
+        "choices": choices(),
+    }
+
+
+def report(found: dict[str, Any]) -> list[str]:
+    """Return the report as lines of text."""
+    numbers, hardware, made = found["versions"], found["machine"], found["build"]
+    lines = [
+        f"gsync      {numbers['gsync']}" + (f", commit {found['commit'][:12]}{found['commit'][40:]}" if found["commit"] else "")
+    ]
+    lines.append(
+        f"torch      {numbers['torch']}, CUDA {numbers['cuda'] or 'none'}; Python {numbers['python']}; {numbers['system']}"
+    )
+    state = "loaded" if made["loaded"] else "not loaded"
+    lines.append(f"build      {made['kind']}, {state}" + (f": {made['reason']}" if made["reason"] else ""))
+    if made["architectures"]:
+        lines.append(f"           GPU architectures {made['architectures']}")
+    lines.append(
+        f"machine    {hardware['host']}: {hardware['processor']}, {hardware['cores']} cores, {hardware['instructions']}, "
+        f"{hardware['memory_gib']:.0f} GiB"
+    )
+    gpus = [
+        f"GPU {gpu['index']}: {gpu['name']}, {gpu['memory_gib']:.0f} GiB, sm_{gpu['architecture']}" for gpu in hardware["gpus"]
+    ]
+    for idx, text in enumerate(
+        gpus or ["none" + ("" if torch.version.cuda else " that torch could use: it is built without CUDA")]
+    ):
+        lines.append(f"{'GPUs' if idx == 0 else '':<10} {text}")
+    lines.append(f"NCCL       {found['nccl']['version'] or 'none'}: {found['nccl']['from']}")
+    usable = "usable" if found["triton"]["usable"] else f"not usable: {found['triton']['reason']}"
+    lines.append(f"Triton     {found['triton']['version'] or 'none'}, {usable}")
+    for choice in found["choices"]:
+        lines.append(f"on {choice['device']:<7} backend {choice['backend']}: {choice['backend_reason']}")
+        lines.append(f"{'':<10} transport {choice['transport']}: {choice['transport_reason']}")
+    return lines
+
+
+def signature(found: dict[str, Any]) -> dict[str, str]:
+    """Return what has to be the same on every rank, as text."""
+    numbers, choice = found["versions"], found["choices"][-1]
+    gpus = found["machine"]["gpus"]
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    device = gpus[local % len(gpus)]["name"] if gpus else found["machine"]["instructions"]
+    build_kind = found["build"]["kind"] if found["build"]["loaded"] else "python"
+    values = {
+        "gsync": numbers["gsync"],
+        "torch": numbers["torch"],
+        "build": build_kind,
+        "cuda": numbers["cuda"],
+        "nccl": numbers["nccl"],
+        "triton": numbers["triton"],
+        "device": device,
+        "backend": choice["backend"],
+    }
+    return {name: str(values[name] or "none") for name in _SAME}
+
+
+def compare(ranks: dict[int, dict[str, Any]], world_size: int) -> tuple[list[str], list[int]]:
+    """Return one line per rank, and the ranks that are missing or differ from what most ranks have."""
+    usual = {name: Counter(rank["signature"][name] for rank in ranks.values()).most_common(1)[0][0] for name in _SAME}
+    lines, odd = [], []
+    for idx in range(world_size):
+        if idx not in ranks:
+            lines.append(f"rank {idx:<3} did not answer within {_WAIT_S:.0f} s")
+            odd.append(idx)
+            continue
+        own = ranks[idx]["signature"]
+        different = [f"{name} {own[name]} (others {usual[name]})" for name in _SAME if own[name] != usual[name]]
+        line = f"rank {idx:<3} {ranks[idx]['host']}: " + ", ".join(f"{name} {own[name]}" for name in _SAME)
+        if different:
+            odd.append(idx)
+            line += f"  <-- odd: {'; '.join(different)}"
+        lines.append(line)
+    return lines, odd
+
+
+def run(json_path: str | None = None) -> int:
+    """Print the report, or under a launcher rank 0's comparison of all ranks; write it to `json_path` as well.
+
+    Returns:
+        The exit code: 0, or 1 where a rank is missing or odd. The same on all ranks.
+    """
+    place = find_place()
+    if place is None or place.world_size == 1:
+        found = facts()
+        print("\n".join(report(found)))
+        _write(json_path, found)
+        return 0
+    return _run_as_rank(place, json_path)
+
+
+def _run_as_rank(place: Place, json_path: str | None) -> int:
+    """Ranks meet in a store, not in a process group: that one of them cannot make one may be what is wrong."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.PrefixStore(
+        "gsync-doctor",
+        dist.TCPStore(
+            place.master_address,
+            place.master_port,
+            is_master=place.rank == 0 and not served,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_WAIT_S),
+        ),
+    )
+    found = facts()
+    store.set(f"rank{place.rank}", json.dumps({"host": platform.node(), "signature": signature(found), "facts": found}))
+    if place.rank != 0:
+        code = int(store.get("code"))
+        store.add("left", 1)
+        return code
+    ranks: dict[int, dict[str, Any]] = {}
+    for idx in range(place.world_size):
+        try:
+            store.wait([f"rank{idx}"], timedelta(seconds=_WAIT_S if len(ranks) == idx else 1.0))
+        except RuntimeError:  # not there in time
+            continue
+        ranks[idx] = json.loads(store.get(f"rank{idx}"))
+    lines, odd = compare(ranks, place.world_size)
+    print("\n".join(lines))
+    print("all ranks are alike" if not odd else f"odd: rank {', '.join(map(str, odd))}")
+    _write(json_path, {"ranks": {str(idx): rank["facts"] for idx, rank in ranks.items()}, "odd": odd})
+    code = 1 if odd else 0
+    store.set("code", str(code))
+    _let_leave(store, len(ranks) - 1)
+    return code
+
+
+def _let_leave(store: dist.Store, others: int) -> None:
+    """This process may serve the store: it stays until the others have read the verdict, at most 5 s."""
+    deadline = time.monotonic() + 5.0
+    while store.add("left", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _write(path: str | None, content: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run())
