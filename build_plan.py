@@ -22,7 +22,6 @@ from pathlib import Path
 # What each toolkit can compile for. The last one is added as PTX too, for GPUs that come later.
 ARCHS = ((8, 0, (11, 0)), (9, 0, (11, 8)), (10, 0, (12, 8)))
 NATIVE_INSTALL = "pip install --no-build-isolation ."
-NATIVE_HINT = f"for the compiled extension: {NATIVE_INSTALL}"
 
 
 class BuildError(SystemExit):
@@ -70,9 +69,10 @@ class Plan:
     def summary(self) -> str:
         """Return a few lines for the build's log."""
         lines = [f"gsync build: {self.kind} ({self.reason})"]
-        if self.torch:
+        if self.kind == "python":
+            lines[0] += f"; for the compiled extension: {NATIVE_INSTALL}"
+        elif self.torch:
             lines.append(f"  torch     {self.torch.version}, CUDA {self.torch.cuda or 'none'}")
-        if self.kind != "python":
             lines.append(f"  compiler  {shlex.join(self.compiler)}")
         if self.toolkit:
             lines.append(f"  nvcc      {self.toolkit.version} at {self.toolkit.nvcc}")
@@ -96,7 +96,7 @@ def choose(request: str = "auto") -> Plan:
     if torch is None or not compiler:
         if request != "auto":
             raise BuildError(f"GSYNC_BUILD={request} cannot be built: {missing}")
-        return Plan("python", f"{missing}; {NATIVE_HINT}", torch)
+        return Plan("python", missing, torch)
     if request == "cpu":
         return Plan("cpu", "GSYNC_BUILD=cpu", torch, compiler)
     if torch.cuda is None:
