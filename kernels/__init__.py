@@ -1,9 +1,10 @@
 """The operations in Triton: for CUDA devices where the extension was built without CUDA. One file per codec family.
 
 The same kernels also run on CPU tensors, through Triton's interpreter, so that tests need no GPU. `triton.jit` decides between
-compiler and interpreter when it decorates a function, and kernels reach their helpers through their module. So `interpreted` executes
-the file of a module a second time with the interpreter switched on, and keeps that twin beside the compiled module: both work
-in one process, and TRITON_INTERPRET need not be set. The interpreter takes milliseconds a tile, and one thread at a time.
+compiler and interpreter when it decorates a function, and kernels reach their helpers through their module. So `interpreted`
+executes the file of a module a second time with the interpreter switched on, and keeps that twin beside the compiled module:
+both work in one process, and TRITON_INTERPRET need not be set. The interpreter takes milliseconds a tile, and one thread at a
+time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """pack, reduce and unpack in Triton for the codecs without a scale: fp32, fp16, bf16.
 
-The twin of csrc/cuda/elementwise.cu: one launch for a whole bucket, program i does tile i, the tables say what that is. Tables (built by
-gsync/layout.py, described in csrc/common/plan.h):
+The twin of csrc/cuda/elementwise.cu: one launch for a whole bucket, program i does tile i, the tables say what that is. Tables
+(built by gsync/layout.py, described in csrc/common/plan.h):
 
     shares    [num_shares, 8] int64   64 bytes a share; the last two words hold narrower fields
     tiles     [num_tiles, 2] int32    share, index in the share
@@ -307,7 +307,7 @@ def pack_kernel(shares, tiles, pointers, payload, counters, chunk_bytes, scale):
 @triton.jit(do_not_specialize=["num_payloads"])
 def reduce_kernel(shares, tiles, payloads, out, num_payloads, scale):
     """Writes one tile of a reduced chunk: the fp32 sum in rank order, times scale, encoded once."""
-    share, first, numel, kind, dtype = _load_tile(shares, tiles)
+    share, first, numel, kind, _dtype = _load_tile(shares, tiles)
     start = _codes_start(share)
     area = out + start
     first_area = tl.multiple_of(tl.load(payloads).to(tl.pointer_type(tl.uint8)), 16) + start

@@ -174,8 +174,8 @@ struct ZeroCounts {
 };
 
 template <class Code, class Gradient>
-__device__ __forceinline__ void pack_tile(const typename Gradient::Bits* gradient, typename Code::Bits* codes, int numel, float scale,
-                                          ZeroCounts& counts) {
+__device__ __forceinline__ void pack_tile(const typename Gradient::Bits* gradient, typename Code::Bits* codes, int numel,
+                                          float scale, ZeroCounts& counts) {
   using G = Group<Code, Gradient>;
   const auto encode = [&](typename Gradient::Bits bits) { return Code::encode(Gradient::decode(bits) * scale); };
   const int groups = is_vector_aligned(gradient) ? numel / G::kElements : 0;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
     with_gradient(share.dtype, [&](auto gradient) {
       using Gradient = decltype(gradient);
-      const auto* values = static_cast<const typename Gradient::Bits*>(address) + share.element + first;
+      const auto* values = global_memory(static_cast<const typename Gradient::Bits*>(address)) + share.element + first;
       pack_tile<Code, Gradient>(values, codes, numel, params.scale, counts);
     });
   });
@@ -304,7 +304,7 @@ __device__ __forceinline__ void reduce_tile(const ReduceParams<kCapacity>& param
   float sums[kPerThread][kElements];
 #pragma unroll 1
   for (int64_t rank = 0; rank < params.num_payloads; ++rank) {
-    const Bits* codes = codes_at<Bits>(static_cast<const uint8_t*>(params.payloads[rank]), share, first);
+    const Bits* codes = codes_at<Bits>(global_memory(static_cast<const uint8_t*>(params.payloads[rank])), share, first);
     Vector<Bits> in[kPerThread];
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -373,8 +373,8 @@ struct Measure {
 };
 
 template <class Code, class Gradient>
-__device__ __forceinline__ void unpack_tile(const typename Code::Bits* codes, typename Gradient::Bits* gradient, int numel, bool failed,
-                                            Measure& measure) {
+__device__ __forceinline__ void unpack_tile(const typename Code::Bits* codes, typename Gradient::Bits* gradient, int numel,
+                                            bool failed, Measure& measure) {
   using G = Group<Code, Gradient>;
   const auto convert = [&](typename Code::Bits code) {
     return Gradient::encode(failed ? float_of(0x7fc00000u) : Code::decode(code));
@@ -403,7 +403,7 @@ __device__ __forceinline__ void unpack_tile(const typename Code::Bits* codes, ty
         out.element[j] = convert(element_of(in[i], element));
         measure.add(Gradient::decode(out.element[j]));
       }
-      if (by_vector) store_vector(gradient + group * G::kElements + v * G::GradientVector::kElements, out);
+      if (by_vector) store_vector(global_memory(gradient) + group * G::kElements + v * G::GradientVector::kElements, out);
     }
   }
 
@@ -411,16 +411,17 @@ __device__ __forceinline__ void unpack_tile(const typename Code::Bits* codes, ty
   if (tail < numel) {
     const typename Gradient::Bits bits = convert(codes[tail]);
     measure.add(Gradient::decode(bits));
-    if (gradient != nullptr) gradient[tail] = bits;
+    if (gradient != nullptr) global_memory(gradient)[tail] = bits;
   }
   if (gradient == nullptr || by_vector) return;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < groups * G::kElements; i += kThreads) gradient[i] = convert(codes[i]);
+  for (int i = threadIdx.x; i < groups * G::kElements; i += kThreads) global_memory(gradient)[i] = convert(codes[i]);
 }
 
 /// Adds up the partials of every segment: short ones by one lane each, in order; long ones by a warp, whose lane l takes partials
 /// l, l + 32, ... before the lanes are added by tree. Both depend on the segment alone.
-__device__ __forceinline__ void sum_partials(const double* partials, const SegmentPartials* segments, int64_t num_segments, double* sums) {
+__device__ __forceinline__ void sum_partials(const double* partials, const SegmentPartials* segments, int64_t num_segments,
+                                             double* sums) {
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t base = threadIdx.x - lane; base < num_segments; base += kThreads) {
     const int64_t segment = base + lane;

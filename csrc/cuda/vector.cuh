@@ -25,6 +25,15 @@ __device__ __forceinline__ bool is_vector_aligned(const void* address) {
   return (reinterpret_cast<uintptr_t>(address) & (kVectorBytes - 1)) == 0;
 }
 
+/// The same address. The compiler learns that it lies in global memory, which it cannot see where addresses come out of a table.
+template <class Type>
+__device__ __forceinline__ Type* global_memory(Type* address) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(address));
+#endif
+  return address;
+}
+
 /// The vector at `address`, which must be 16-byte aligned.
 template <class Bits>
 __device__ __forceinline__ Vector<Bits> load_vector(const Bits* address) {
