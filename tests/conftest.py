@@ -7,15 +7,18 @@ backend, device   each test that takes both runs under every pair that exists: r
 from __future__ import annotations
 
 import importlib.util
+import os
 from fnmatch import fnmatch
 
 import hypothesis
 import pytest
 import torch
 
-from gsync import _native
-
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+from gsync import _native  # noqa: E402
 
 # The short lane (-m quick), run under more than one torch: what depends on torch's interfaces, and is done in a few minutes.
 QUICK_MODULES = ("test_config", "test_layout", "test_ops_*", "test_engine*", "test_ddp_*", "test_packaging", "test_cli")
@@ -56,6 +59,9 @@ def why_not(backend: str, on_gpu: bool) -> str:
             return _native.MISSING
         if on_gpu and not _native.has_cuda():
             return "the extension was built without CUDA"
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            return "Triton's interpreter is off where there is a GPU"
     return ""
