@@ -67,7 +67,7 @@ def make_extension(plan: build_plan.Plan) -> Extension:
     return Extension(
         "gsync._C",
         sources=find_sources(with_cuda),
-        depends=[str(file.relative_to(ROOT)) for file in sorted((ROOT / "csrc").glob("**/*.h"))],
+        depends=[str(file.relative_to(ROOT)) for file in sorted((ROOT / "csrc").glob("**/*.*h"))],
         include_dirs=[str(ROOT / "csrc")],
         library_dirs=[str(plan.torch.folder / "lib")],
         libraries=libraries,
