@@ -105,7 +105,9 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
     const auto entry = table_.find(parameter.unsafeGetTensorImpl());
     TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ", parameter.sizes(),
                       " that set_parameters did not get");
-    const int64_t segment_numel = parameter.numel() * type.per_element;
+    // DDP gives a complex parameter a buffer of real numbers, in pairs.
+    const bool in_pairs = parameter.is_complex() && !bucket.buffer.is_complex();
+    const int64_t segment_numel = parameter.numel() * (in_pairs ? 2 : type.per_element);
     const Kind codec = exchange_.encodes() ? entry->second.codec : Kind::kFp32;
     Draft& draft = drafts[exchange_.one_codec() ? static_cast<int>(codec) : 0];
     draft.segments.push_back({segment_numel, type.dtype, codec, entry->second.name_hash});

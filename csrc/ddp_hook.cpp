@@ -35,6 +35,7 @@ class NativeHook final : public c10d::CommHookInterface {
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     if (!engine_ || engine_->closed()) ask_provider();
     if (!engine_) return plain_mean(bucket);
+    if (engine_->fp16_warning_due()) warn();
     return engine_->submit(bucket_of(bucket));
   }
 
@@ -58,6 +59,15 @@ class NativeHook final : public c10d::CommHookInterface {
       python_error torch_error;
       torch_error.persist();
       throw torch_error;
+    }
+  }
+
+  void warn() {
+    const py::gil_scoped_acquire gil;
+    try {
+      warn_if_fp16_vanishes(*engine_);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("gsync");  // this rank alone must not leave backward
     }
   }
 

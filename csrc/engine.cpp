@@ -112,9 +112,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     const Bucket& given = job->bucket;
     if (given.is_last) step_.fetch_add(1);
     if (stopped()) {
-      bucket_failed(*job, nullptr);
+      give_up({job});
       return future;
     }
+    // A backward that ended in the middle has left the other ranks waiting for the bucket that was due; what comes now would be
+    // summed with it.
+    TORCH_CHECK_VALUE(given.index == next_bucket_, "bucket ", next_bucket_, " was due, bucket ", given.index,
+                      " came: the backward before this one did not hand over all its buckets");
+    next_bucket_ = given.is_last ? 0 : given.index + 1;
     TORCH_CHECK_VALUE(given.buffer.device() == options_.device, "bucket ", given.index, " is on ", given.buffer.device(),
                       ", the engine on ", options_.device);
     if (!given.buffer.is_sparse()) job->plan = parameters_->plan(given, job->step);
@@ -122,7 +127,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + job->step % 2;
     if (given.is_last) parameters_->forget_unused_plans(job->step);
   } catch (...) {
-    bucket_failed(*job, std::current_exception());
+    failed_in(job.get(), std::current_exception());
+    give_up({job});
     return future;
   }
   executor_->submit(std::move(job));
@@ -154,25 +160,31 @@ void Engine::bucket_done(BucketJob& job) {
   job.future->markCompleted(std::move(job.result), {{job.bucket.buffer.storage().getWeakStorageImpl()}});
 }
 
-void Engine::bucket_failed(BucketJob& job, const std::exception_ptr& cause) {
+void Engine::failed_in(const BucketJob* job, const std::exception_ptr& cause) {
+  fail(job != nullptr ? job->bucket.index : -1, job != nullptr ? job->step : step_.load(), cause_of(cause));
+}
+
+void Engine::give_up(const std::vector<std::shared_ptr<BucketJob>>& jobs) {
+  if (jobs.empty()) return;
+  if (!failed()) fail(jobs.front()->bucket.index, jobs.front()->step, "the engine was closed before the bucket was done");
+  for (const auto& job : jobs) {
+    try {
+      poison(job->bucket);
+    } catch (...) {  // the device is lost: its gradients are out of reach, the error says why
+    }
+  }
   std::exception_ptr error;
-  if (cause || !failed()) {
-    error = fail(job.bucket.index, job.step, cause ? cause_of(cause) : "the engine was closed before the bucket was done");
-  } else {
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     error = error_;
   }
-  try {
-    poison(job.bucket);
-  } catch (...) {  // the device is lost: its gradients are out of reach, the error below says why
-  }
-  job.future->setError(error);
+  for (const auto& job : jobs) job->future->setError(error);
 }
 
-std::exception_ptr Engine::fail(int64_t bucket, int64_t step, const std::string& cause) noexcept {
+void Engine::fail(int64_t bucket, int64_t step, const std::string& cause) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (error_) return error_;
+    if (error_) return;
     error_ = make_sync_error({options_.label, bucket, step, options_.rank, options_.world_size}, cause);
     failed_.store(true);
   }
@@ -180,7 +192,6 @@ std::exception_ptr Engine::fail(int64_t bucket, int64_t step, const std::string&
   if (failed_word_.defined()) *static_cast<volatile int32_t*>(failed_word_.mutable_data_ptr()) = 1;
   if (pipeline_.transport) pipeline_.transport->abort();
   executor_->wake();
-  return error_;
 }
 
 // ---- one step ----
@@ -220,18 +231,16 @@ void Engine::finish_step_on_device(int64_t step) {
 void Engine::see_counters(const int64_t* counters) {
   std::copy_n(counters, known_counters_.size(), known_counters_.begin());
   const double vanished_share = static_cast<double>(known_counters_[1]) / static_cast<double>(std::max<int64_t>(1, known_counters_[0]));
-  if (vanished_share > kFp16WarningShare && !fp16_warned_) fp16_warning_due_ = fp16_warned_ = true;
+  if (vanished_share > kFp16WarningShare && !fp16_warned_) {
+    fp16_warned_ = true;
+    fp16_warning_due_.store(true);
+  }
 }
 
 void Engine::see_arrived_counters() {
   if (counters_copied_->was_marked_for_recording() && counters_copied_->query()) {
     see_counters(static_cast<const int64_t*>(arriving_counters_.const_data_ptr()));
   }
-}
-
-bool Engine::take_fp16_warning() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(fp16_warning_due_, false);
 }
 
 EngineStats Engine::stats() {

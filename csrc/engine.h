@@ -100,17 +100,19 @@ class Engine final : private ExecutorEvents {
   bool closed() const { return closed_.load(); }
   int64_t step() const { return step_.load(); }
   void set_step(int64_t step) { step_.store(step); }
-  /// True once, when more than 1 % of the non-zero values packed as fp16 vanished.
-  bool take_fp16_warning();
+  /// Whether more than 1 % of the non-zero values packed as fp16 vanished, and take_fp16_warning() has not been called since.
+  bool fp16_warning_due() const { return fp16_warning_due_.load(); }
+  bool take_fp16_warning() { return fp16_warning_due_.exchange(false); }
 
  private:
   void bucket_done(BucketJob& job) override;
-  void bucket_failed(BucketJob& job, const std::exception_ptr& cause) override;
+  void failed_in(const BucketJob* job, const std::exception_ptr& cause) override;
+  void give_up(const std::vector<std::shared_ptr<BucketJob>>& jobs) override;
   bool stopped() const override { return failed() || closed(); }
 
   void set_up_device();
-  /// The first failure counts; returns it.
-  std::exception_ptr fail(int64_t bucket, int64_t step, const std::string& cause) noexcept;
+  /// The first failure counts.
+  void fail(int64_t bucket, int64_t step, const std::string& cause) noexcept;
   void finish_step_on_host();
   void finish_step_on_device(int64_t step);
   void see_counters(const int64_t* counters);
@@ -132,14 +134,14 @@ class Engine final : private ExecutorEvents {
   at::Tensor arriving_counters_;            // pinned copy of counters_, valid once counters_copied_ has passed
   std::unique_ptr<c10::Event> counters_copied_;
 
-  std::mutex submit_mutex_;  // one bucket at a time
+  std::mutex submit_mutex_;   // one bucket at a time; guards next_bucket_
+  int64_t next_bucket_ = 0;  // the index that is due
   std::mutex mutex_;         // guards what follows
   std::exception_ptr error_;
   EngineStats stats_;
   std::array<int64_t, 3> known_counters_{};  // as last seen on the host
   std::array<int64_t, 3> counters_at_reset_{};
   bool fp16_warned_ = false;
-  bool fp16_warning_due_ = false;
   std::vector<std::shared_ptr<BucketPlan>> step_plans_;      // of the step under way
   std::vector<std::shared_ptr<BucketPlan>> finished_plans_;  // device: of the last finished step
   int64_t finished_step_ = -1;
@@ -150,6 +152,7 @@ class Engine final : private ExecutorEvents {
   std::atomic<int64_t> step_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
+  std::atomic<bool> fp16_warning_due_{false};
 };
 
 }  // namespace gsync

@@ -1,4 +1,3 @@
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/stl.h>
@@ -14,6 +13,7 @@
 #include "bindings.h"
 #include "engine.h"
 #include "transport_c10d.h"
+#include "transport_nccl.h"
 
 namespace gsync {
 namespace {
@@ -22,12 +22,11 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000.0));
 }
 
-// A process group has one backend for each type of device; a backend is taken as it is.
+// A process group has one backend for each type of device; a backend is taken as it is. Asked through Python, since the header
+// of process groups costs ten seconds.
 c10::intrusive_ptr<c10d::Backend> backend_of(const py::object& group, const std::string& device) {
-  if (py::isinstance<c10d::ProcessGroup>(group)) {
-    return group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>()->getBackend(c10::Device(device).type());
-  }
-  return group.cast<c10::intrusive_ptr<c10d::Backend>>();
+  if (!py::hasattr(group, "_get_backend")) return group.cast<c10::intrusive_ptr<c10d::Backend>>();
+  return group.attr("_get_backend")(py::module_::import("torch").attr("device")(device)).cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
 // The engine's threads may be about to take Python's lock, for a callback of a future, when the last reference goes.
@@ -80,16 +79,6 @@ class LiveEngines {
   std::vector<std::weak_ptr<Engine>> engines_;
 };
 
-void warn_if_fp16_vanishes(Engine& engine) {
-  if (!engine.take_fp16_warning()) return;
-  const EngineStats stats = engine.stats();
-  const std::string message = "gsync: " + std::to_string(stats.packed_vanished) + " of " + std::to_string(stats.packed_nonzero) +
-                              " non-zero gradient values became zero in fp16, whose smallest value is 6e-8; codec='bf16' keeps "
-                              "them, at 8 instead of 11 bits of precision";
-  const py::object category = py::module_::import("gsync.errors").attr("GsyncWarning");
-  if (PyErr_WarnEx(category.ptr(), message.c_str(), 2) != 0) throw py::error_already_set();
-}
-
 py::dict stats_of(Engine& engine) {
   warn_if_fp16_vanishes(engine);
   const EngineStats stats = engine.stats();
@@ -111,6 +100,16 @@ py::dict stats_of(Engine& engine) {
 
 }  // namespace
 
+void warn_if_fp16_vanishes(Engine& engine) {
+  if (!engine.take_fp16_warning()) return;
+  const EngineStats stats = engine.stats();
+  const std::string message = "gsync: " + std::to_string(stats.packed_vanished) + " of " + std::to_string(stats.packed_nonzero) +
+                              " non-zero gradient values became zero in fp16, whose smallest value is 6e-8; codec='bf16' keeps "
+                              "them, at 8 instead of 11 bits of precision";
+  const py::object category = py::module_::import("gsync.errors").attr("GsyncWarning");
+  if (PyErr_WarnEx(category.ptr(), message.c_str(), 2) != 0) throw py::error_already_set();
+}
+
 void bind_engine(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
 
@@ -129,6 +128,18 @@ void bind_engine(py::module_& module) {
            "Takes two groups (or Backends) of the same ranks over: main for all_reduce and all_to_all, gather for all_gather.\n\n"
            "owned=True: nobody else may hold a reference to them, since Gloo tells the other ranks of a failure only by destroying\n"
            "the group. owned=False: the groups belong to the user and are never aborted.");
+
+  py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport",
+                                                                       "Transport over a NCCL communicator of its own.")
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& device, double timeout_s,
+                       std::optional<int> min_ctas, std::optional<int> max_ctas, const std::string& library) {
+             const py::gil_scoped_release gil_released;
+             return std::make_shared<NcclTransport>(std::move(store), rank, size, c10::Device(device), to_milliseconds(timeout_s),
+                                                    min_ctas.value_or(nccl::kUndefined), max_ctas.value_or(nccl::kUndefined), library);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout_s"), py::arg("min_ctas") = py::none(),
+           py::arg("max_ctas") = py::none(), py::arg("library") = "libnccl.so.2",
+           "Collective: every rank makes one, with a store that nobody else uses.");
 
   const auto live = std::make_shared<LiveEngines>();
   py::module_::import("atexit").attr("register")(py::cpp_function([live] { live->close(); }, no_gil()));

@@ -44,7 +44,8 @@ void CallerExecutor::submit(std::shared_ptr<BucketJob> job) {
     run_in_order(pipeline_, job, buffers_, kNoStream);
     if (measures_wait) pipeline_.clock->end(Phase::kExposed);
   } catch (...) {
-    events_.bucket_failed(*job, std::current_exception());
+    events_.failed_in(job.get(), std::current_exception());
+    events_.give_up({job});
     return;
   }
   events_.bucket_done(*job);
@@ -63,7 +64,8 @@ void StreamExecutor::submit(std::shared_ptr<BucketJob> job) {
     if (job->bucket.is_last) clock_.end(Phase::kExposed);
     events_.bucket_done(*job);
   } catch (...) {
-    events_.bucket_failed(*job, std::current_exception());
+    events_.failed_in(job.get(), std::current_exception());
+    events_.give_up({job});
   }
 }
 
@@ -98,12 +100,14 @@ WorkerExecutor::WorkerExecutor(const Pipeline& pipeline, ExecutorEvents& events,
 }
 
 void WorkerExecutor::submit(std::shared_ptr<BucketJob> job) {
+  bool refused = false;
+  if (job->bucket.is_last) pipeline_.clock->begin(Phase::kExposed);
   {
     std::lock_guard<std::mutex> lock(signal_->mutex);
-    if (!closing_) submitted_.push_back(job);
-    else job->slices_left = -1;
+    refused = refuses_;
+    if (!refused) submitted_.push_back(job);
   }
-  if (job->slices_left < 0) return events_.bucket_failed(*job, nullptr);
+  if (refused) return events_.give_up({job});
   signal_->set();
 }
 
@@ -121,16 +125,15 @@ void WorkerExecutor::run() {
   const FloatControl float_control;  // flush-to-zero would be inherited from the thread that made the engine
   const c10::AutoGradMode no_grad(false);
   while (true) {
-    if (!take_submitted()) return fail_all(nullptr, nullptr);
-    if (events_.stopped()) fail_all(nullptr, nullptr);
+    if (!take_submitted() || events_.stopped()) return give_all_up();
     // What has arrived goes first, since it may put the next collective on the wire; then a free buffer is filled.
     if (advance_one() || start_next()) continue;
     const auto until = deadline();
     if (Clock::now() >= until) {
       const double seconds = static_cast<double>(timeout_.count()) / 1000.0;
-      fail_all(under_way_.front().flow->job().get(),
-               std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(seconds) + " s in a collective over " +
-                                                          pipeline_.transport->name())));
+      events_.failed_in(under_way_.front().flow->job().get(),
+           std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(seconds) + " s in a collective over " +
+                                                      pipeline_.transport->name())));
       continue;
     }
     signal_->wait_until(until);
@@ -148,7 +151,17 @@ bool WorkerExecutor::start_next() {
   if (free_buffers_.empty() || next_job_ == jobs_.size()) return false;
   const std::shared_ptr<BucketJob> job = jobs_[next_job_];
   try {
-    if (next_flow_ == 0) job->slices_left = num_flows(*job);
+    if (next_flow_ == 0) {
+      job->slices_left = num_flows(*job);
+      // Slices differ by a tile: whichever buffer a slice gets has to be large enough for all, or buffers would grow for many steps.
+      if (job->plan) {
+        for (const Part& part : job->plan->parts) {
+          for (const auto& slice : part.slices) {
+            for (SliceBuffers* buffers : free_buffers_) pipeline_.exchange->reserve(*slice, *buffers);
+          }
+        }
+      }
+    }
     if (next_flow_ < num_flows(*job)) {
       SliceBuffers* buffers = free_buffers_.back();
       auto flow = make_flow(pipeline_, job, next_flow_, *buffers);
@@ -162,7 +175,7 @@ bool WorkerExecutor::start_next() {
       next_flow_ = 0;
     }
   } catch (...) {
-    fail_all(job.get(), std::current_exception());
+    events_.failed_in(job.get(), std::current_exception());
     return true;
   }
   end_finished_buckets();
@@ -183,7 +196,7 @@ bool WorkerExecutor::advance_one() {
         under_way_.erase(under_way_.begin() + static_cast<std::ptrdiff_t>(i));
       }
     } catch (...) {
-      fail_all(job.get(), std::current_exception());
+      events_.failed_in(job.get(), std::current_exception());
       return true;
     }
     end_finished_buckets();
@@ -200,27 +213,22 @@ void WorkerExecutor::end_finished_buckets() {
     int64_t bytes = 0;
     for (const auto& buffers : buffers_) bytes += buffers->bytes();
     buffer_bytes_.store(bytes);
+    if (job->bucket.is_last) pipeline_.clock->end(Phase::kExposed);
     events_.bucket_done(*job);
   }
 }
 
-void WorkerExecutor::fail_all(const BucketJob* at_fault, const std::exception_ptr& cause) {
+void WorkerExecutor::give_all_up() {
   under_way_.clear();  // collectives that have not ended keep their buffers alive
-  free_buffers_.clear();
-  for (const auto& buffers : buffers_) {
-    *buffers = SliceBuffers();
-    free_buffers_.push_back(buffers.get());
-  }
-  const auto jobs = std::move(jobs_);
+  std::vector<std::shared_ptr<BucketJob>> jobs(jobs_.begin(), jobs_.end());
   jobs_.clear();
-  next_job_ = 0;
-  next_flow_ = 0;
-  for (const auto& job : jobs) {
-    if (job.get() == at_fault) events_.bucket_failed(*job, cause);
+  {
+    std::lock_guard<std::mutex> lock(signal_->mutex);
+    refuses_ = true;
+    jobs.insert(jobs.end(), submitted_.begin(), submitted_.end());
+    submitted_.clear();
   }
-  for (const auto& job : jobs) {
-    if (job.get() != at_fault) events_.bucket_failed(*job, nullptr);
-  }
+  events_.give_up(jobs);
 }
 
 Clock::time_point WorkerExecutor::deadline() const {

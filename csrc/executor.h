@@ -31,8 +31,11 @@ class ExecutorEvents {
   virtual ~ExecutorEvents() = default;
   /// All slices are done (device: enqueued).
   virtual void bucket_done(BucketJob& job) = 0;
-  /// Called for the bucket at fault first, then for every one behind it. `cause` is null when the engine failed elsewhere.
-  virtual void bucket_failed(BucketJob& job, const std::exception_ptr& cause) = 0;
+  /// Something went wrong, in a bucket or outside of any (null).
+  virtual void failed_in(const BucketJob* job, const std::exception_ptr& cause) = 0;
+  /// Gives buckets up, after failed_in() or when the engine is stopped for another reason: all of them at once, since backward
+  /// goes on with the first error it sees and must then find NaN in every gradient that was not synchronised.
+  virtual void give_up(const std::vector<std::shared_ptr<BucketJob>>& jobs) = 0;
   /// Whether the engine has failed or is closing: nothing more is issued then.
   virtual bool stopped() const = 0;
 };
@@ -40,7 +43,7 @@ class ExecutorEvents {
 class Executor {
  public:
   virtual ~Executor() = default;
-  /// Takes a bucket over. Never throws; failures go to bucket_failed().
+  /// Takes a bucket over. Never throws.
   virtual void submit(std::shared_ptr<BucketJob> job) = 0;
   /// Look at stopped() again.
   virtual void wake() noexcept = 0;
@@ -115,15 +118,16 @@ class WorkerExecutor final : public Executor {
   bool start_next();
   bool advance_one();
   void end_finished_buckets();
-  void fail_all(const BucketJob* at_fault, const std::exception_ptr& cause);
+  void give_all_up();
   std::chrono::steady_clock::time_point deadline() const;
 
   const Pipeline& pipeline_;
   ExecutorEvents& events_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
-  std::deque<std::shared_ptr<BucketJob>> submitted_;  // guarded by signal_->mutex
+  std::vector<std::shared_ptr<BucketJob>> submitted_;  // guarded by signal_->mutex
   bool closing_ = false;                              // guarded by signal_->mutex
+  bool refuses_ = false;                              // guarded by signal_->mutex: nothing is synchronised any more
 
   // Touched by the worker only.
   std::deque<std::shared_ptr<BucketJob>> jobs_;  // in order; the first may be partly done

@@ -38,7 +38,8 @@ def test_mean_of_all_ranks(world_size, exchange, codec):
     results = run_on_ranks(train_steps, world_size, args=(codec, exchange, 3, 25 << 20, {}))
     for step in range(3):
         for idx, _ in enumerate(NUMELS):
-            sent = [(rows(NUMELS, rank, step)[idx] * torch.tensor(1.0 / world_size)).to(WIRE[codec]) for rank in range(world_size)]
+            scale = torch.tensor(1.0 / world_size)
+            sent = [(rows(NUMELS, rank, step)[idx] * scale).to(WIRE[codec]) for rank in range(world_size)]
             total = sent[0].float()
             for values in sent[1:]:
                 total = total + values.float()

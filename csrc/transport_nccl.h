@@ -1,0 +1,53 @@
+// Transport over a NCCL communicator of our own, apart from the one that torch uses.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+
+#include "nccl_api.h"
+#include "transport.h"
+
+namespace gsync {
+
+class NcclTransport final : public Transport {
+ public:
+  /// Collective: every rank makes one, with the same store. Waits for the others, at most `timeout`.
+  /// Args:
+  ///   store: of this transport alone (a PrefixStore); carries the unique id
+  ///   min_ctas, max_ctas: limits of thread blocks per collective; nccl::kUndefined leaves them to NCCL
+  ///   library: name or path of the NCCL library
+  NcclTransport(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout,
+                int min_ctas, int max_ctas, const std::string& library);
+  ~NcclTransport() override;
+
+  std::string name() const override { return "nccl"; }
+  int num_lanes() const override { return 1; }  // one stream keeps the order anyway
+  bool any_thread() const override { return true; }
+  void set_wake(std::function<void()> /*wake*/) override {}
+
+  std::shared_ptr<Collective> all_reduce(const at::Tensor& payload) override;
+  std::shared_ptr<Collective> all_to_all(const at::Tensor& out, const at::Tensor& in) override;
+  std::shared_ptr<Collective> all_gather(const at::Tensor& out, const at::Tensor& in) override;
+  std::shared_ptr<Collective> all_reduce_sparse(const at::Tensor& gradient) override;
+
+  std::string async_error() override;
+  void abort() noexcept override;
+
+ private:
+  /// Throws unless `result` is, or becomes within the time-out, a success. Holds mutex_.
+  void check(nccl::Result result, const char* what);
+  nccl::Stream current_stream() const;
+
+  std::shared_ptr<const nccl::Api> api_;
+  int size_;
+  c10::Device device_;
+  std::chrono::milliseconds timeout_;
+  std::mutex mutex_;  // NCCL wants one call at a time on a communicator
+  nccl::Comm comm_ = nullptr;
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace gsync
