@@ -1,9 +1,28 @@
 """Gradient synchronisation for data-parallel training: gradients in, their mean over all ranks out."""
 
 from . import _native as _native
+from . import ops
 from .config import SyncConfig
 from .errors import GsyncError, GsyncWarning, InternalError, SyncError, SyncTimeoutError
+from .hook import hook, register
+from .norm import clip_grad_norm_
+from .state import SyncState
+from .stats import SyncStats
 
 __version__ = "0.1.0"
 
-__all__ = ["GsyncError", "GsyncWarning", "InternalError", "SyncConfig", "SyncError", "SyncTimeoutError", "__version__"]
+__all__ = [
+    "GsyncError",
+    "GsyncWarning",
+    "InternalError",
+    "SyncConfig",
+    "SyncError",
+    "SyncState",
+    "SyncStats",
+    "SyncTimeoutError",
+    "__version__",
+    "clip_grad_norm_",
+    "hook",
+    "ops",
+    "register",
+]

@@ -46,8 +46,14 @@ class RanksError(AssertionError):
     """At least one rank failed; the message has every rank's traceback."""
 
 
-def run_on_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.0, backend: str | None = "gloo",
-                 args: Sequence[Any] = (), group_timeout_s: float = 30.0) -> list[Any]:
+def run_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    timeout_s: float = 60.0,
+    backend: str | None = "gloo",
+    args: Sequence[Any] = (),
+    group_timeout_s: float = 30.0,
+) -> list[Any]:
     """Runs `fn(rank, world_size, *args)` on each rank and returns the values in rank order.
 
     Args:
@@ -73,8 +79,14 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.
     return [outcome.value for outcome in outcomes]
 
 
-def watch_ranks(fn: Callable[..., Any], world_size: int, timeout_s: float = 60.0, backend: str | None = "gloo",
-                args: Sequence[Any] = (), group_timeout_s: float = 30.0) -> list[Outcome]:
+def watch_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    timeout_s: float = 60.0,
+    backend: str | None = "gloo",
+    args: Sequence[Any] = (),
+    group_timeout_s: float = 30.0,
+) -> list[Outcome]:
     """Like `run_on_ranks` for ranks that are meant to fail: new processes, which end by themselves after `fn`.
 
     Never raises for a rank's error. `exit_code` is negative where a signal, or this harness after `timeout_s`, ended the process.
@@ -89,8 +101,13 @@ class _Worker:
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.process = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment,
-            stdin=subprocess.PIPE, stdout=self.log, stderr=subprocess.STDOUT)  # stdin: the pipe whose end the worker watches
+            [sys.executable, os.path.abspath(__file__), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )  # stdin: the pipe whose end the worker watches
         theirs.close()
 
     def printed(self) -> str:
@@ -128,8 +145,15 @@ def close_pool() -> None:
         _idle.pop().kill()
 
 
-def _run(workers: list[_Worker], fn: Callable[..., Any], timeout_s: float, backend: str | None, args: Sequence[Any],
-         group_timeout_s: float, keep: bool) -> list[Outcome]:
+def _run(
+    workers: list[_Worker],
+    fn: Callable[..., Any],
+    timeout_s: float,
+    backend: str | None,
+    args: Sequence[Any],
+    group_timeout_s: float,
+    keep: bool,
+) -> list[Outcome]:
     global _rendezvous, _calls
     import torch.distributed as dist
 
@@ -142,10 +166,23 @@ def _run(workers: list[_Worker], fn: Callable[..., Any], timeout_s: float, backe
     started = time.monotonic()
     try:
         for rank, worker in enumerate(workers):
-            worker.connection.send_bytes(pickle.dumps({
-                "module": fn.__module__, "place": place, "name": fn.__qualname__, "rank": rank, "world_size": len(workers),
-                "args": tuple(args), "backend": backend, "port": _rendezvous.port, "prefix": f"call{_calls}",
-                "group_timeout_s": group_timeout_s, "keep": keep}))
+            worker.connection.send_bytes(
+                pickle.dumps(
+                    {
+                        "module": fn.__module__,
+                        "place": place,
+                        "name": fn.__qualname__,
+                        "rank": rank,
+                        "world_size": len(workers),
+                        "args": tuple(args),
+                        "backend": backend,
+                        "port": _rendezvous.port,
+                        "prefix": f"call{_calls}",
+                        "group_timeout_s": group_timeout_s,
+                        "keep": keep,
+                    }
+                )
+            )
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
         while waiting:
             ready = wait(list(waiting), max(0.0, started + timeout_s - time.monotonic()))
@@ -213,8 +250,13 @@ def _work(connection: Connection) -> None:
             if call["backend"] is not None:
                 limit = timedelta(seconds=call["group_timeout_s"])
                 store = dist.TCPStore("127.0.0.1", call["port"], is_master=False, timeout=limit)
-                dist.init_process_group(call["backend"], store=dist.PrefixStore(call["prefix"], store), rank=call["rank"],
-                                        world_size=call["world_size"], timeout=limit)
+                dist.init_process_group(
+                    call["backend"],
+                    store=dist.PrefixStore(call["prefix"], store),
+                    rank=call["rank"],
+                    world_size=call["world_size"],
+                    timeout=limit,
+                )
             # Plain pickle: multiprocessing's own would send tensors as handles of shared memory.
             answer = pickle.dumps((fn(call["rank"], call["world_size"], *call["args"]), None))
         except BaseException:

@@ -74,7 +74,6 @@ BAD = [
     ({"nccl_max_ctas": 65}, ValueError, "expected 1 to 64"),
     ({"nccl_min_ctas": 8, "nccl_max_ctas": 4}, ValueError, "nccl_min_ctas=8 is above nccl_max_ctas=4"),
     ({"nccl_max_ctas": 4, "transport": "process_group"}, ValueError, "it cannot act with transport"),
-    ({"codec": {"a": "fp32", "*": "bf16"}, "exchange": "all_reduce"}, ValueError, "sums one type on the wire"),
 ]
 
 

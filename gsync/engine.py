@@ -1,0 +1,179 @@
+"""What every engine can do, whichever it is: the native one (`gsync._C.Engine`) or the one in Python (`gsync.python_engine`).
+
+An engine belongs to one `SyncState`. It takes DDP's buckets in order, exchanges them, and writes the mean back into each bucket's
+own buffer. Steps are counted by it: a step is one synchronised backward pass, from the bucket with index 0 to the last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import _native, backends
+from .config import SyncConfig
+from .groups import Meeting, is_gloo
+from .model import Model
+from .python_engine import Lanes, PythonEngine
+
+
+class Engine(Protocol):
+    """The engine as `SyncState` and the hook use it. All errors of synchronisation are `gsync.SyncError`."""
+
+    def set_parameters(self, params: Sequence[torch.Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
+        """Tells the model's parameters, each with its name and codec, in the order of names. Holds them weakly."""
+
+    def submit(self, bucket: Any) -> Any:
+        """Starts the exchange of a bucket and returns a future of its buffer. Raises at once if the engine has failed."""
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the last reset; the entries are those of `SyncStats`."""
+
+    def reset_stats(self) -> None:
+        """Sets the totals to zero."""
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """[num_params] fp64: of each parameter's gradient in the last finished step, in the order of names."""
+
+    def found_nonfinite(self) -> torch.Tensor:
+        """[] bool: whether the last finished step has Inf or NaN in a gradient."""
+
+    def raise_pending(self) -> None:
+        """Raises the error of an engine that has failed, and gives warnings that its thread had to keep."""
+
+    def abort(self, reason: str) -> None:
+        """Makes the engine fail, and with it, at once, those of the other ranks."""
+
+    def close(self) -> None:
+        """Ends the engine. Waits for nothing."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    @property
+    def step(self) -> int:
+        """Steps finished so far."""
+
+    def set_step(self, step: int) -> None:
+        """Counts steps from `step` on."""
+
+
+def choose(config: SyncConfig, device: torch.device) -> tuple[str, str]:
+    """Which engine serves a device, "native" or "python", and the backend that computes.
+
+    Raises:
+        ValueError, GsyncError: the backend asked for cannot serve the device.
+    """
+    has_native = _native.C is not None and hasattr(_native.C, "Engine") and _native.C.has_kernels(device.type)
+    if config.backend in ("auto", "native") and has_native:
+        return "native", "native"
+    return "python", backends.resolve(config.backend, device)
+
+
+def check_device(config: SyncConfig, model: Model, group: Any) -> None:
+    """Checks the options that depend on the device and the group.
+
+    Raises:
+        ValueError: an option cannot act there.
+    """
+    device = model.device
+    engine, backend = choose(config, device)
+    if device.type != "cuda":
+        for name in ("stream_priority", "nccl_min_ctas", "nccl_max_ctas"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name}={getattr(config, name)} acts on CUDA only; the model is on {device}")
+        if config.transport == "nccl":
+            raise ValueError(f"transport='nccl' needs a model on CUDA; this one is on {device}")
+        return
+    if engine == "python":
+        for name in ("nccl_min_ctas", "nccl_max_ctas", "timeout_s"):
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(config, name)} needs a communicator of gsync's own, and backend {backend!r} "
+                    "uses the process group's"
+                )
+        if config.transport == "nccl":
+            raise ValueError(
+                f"transport='nccl' needs gsync's CUDA kernels; backend {backend!r} uses the process group's transport"
+            )
+    elif config.transport == "nccl":
+        reason = why_not_nccl(model, group)
+        if reason and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
+            raise ValueError(
+                f"transport='nccl': {reason}; set NCCL_LAUNCH_ORDER_IMPLICIT=1 if NCCL is 2.26 or newer, or use 'auto'"
+            )
+
+
+def why_not_nccl(model: Model, group: Any) -> str:
+    """Why a communicator of gsync's own could deadlock with others on the device; "" if it cannot."""
+    if group._get_backend(model.device).name() != "nccl":
+        return f"the process group's backend on {model.device} is {group._get_backend(model.device).name()}"
+    if group.size() != dist.get_world_size():
+        return "the group does not span the world, so that other groups may communicate at the same time"
+    return f"{model.communicates} communicates in the backward pass" if model.communicates else ""
+
+
+def make_engine(
+    kind: tuple[str, str],
+    config: SyncConfig,
+    model: Model,
+    group: Any,
+    meeting: Meeting | None,
+    generation: int,
+    timeout_s: float,
+    on_failure: Callable[[], None],
+) -> Engine:
+    """Makes the engine. Collective over the group where it makes groups of its own.
+
+    Args:
+        on_failure: makes DDP ready for the next forward pass, where the engine kept it from ending a backward pass.
+
+    Raises:
+        SyncError, SyncTimeoutError: another rank did not come.
+    """
+    engine, backend = kind
+    device, rank, world_size = model.device, group.rank(), group.size()
+    exchange = "all_reduce" if config.exchange == "auto" else config.exchange
+    scale = 1.0 / world_size if config.average else 1.0
+    slice_bytes = max(1, int(config.slice_mb * 2**20))
+    own_groups = device.type == "cpu" and is_gloo(group, device)
+    lanes: list[Any] = []
+    if meeting is not None:
+        lanes = meeting.private_gloo(generation) if own_groups else [group, group]
+    if engine == "python":
+        transport = Lanes(lanes[0], lanes[1], own_groups) if lanes else None
+        return PythonEngine(
+            transport,
+            device,
+            world_size,
+            rank,
+            exchange,
+            scale,
+            slice_bytes,
+            model.label,
+            backend,
+            own_groups,
+            config.stream_priority,
+            on_failure,
+        )
+    native = _native.C
+    assert native is not None
+    transport = None
+    if (
+        meeting is not None
+        and device.type == "cuda"
+        and config.transport != "process_group"
+        and not (config.transport == "auto" and why_not_nccl(model, group))
+    ):
+        transport = native.NcclTransport(
+            meeting.store(generation), rank, world_size, str(device), timeout_s, config.nccl_min_ctas, config.nccl_max_ctas
+        )
+    elif lanes:
+        transport = native.C10dTransport(*lanes, rank, world_size, timeout_s, str(device), own_groups)
+    return native.Engine(
+        transport, str(device), world_size, rank, exchange, scale, slice_bytes, timeout_s, config.stream_priority, model.label
+    )

@@ -1,0 +1,159 @@
+"""Process groups: the one to average over, what it says of itself, and private Gloo groups made from its store.
+
+An engine on a CPU moves its bytes over two private Gloo groups (lanes), so that nothing the program does on its own groups can
+get between gsync's collectives, and the order within each lane does not depend on timing. Their keys in the group's store are
+``gsync/<group>/<engine>/<generation>``: engines are counted in the order in which they are made, `reset()` raises the
+generation, since a Gloo group is dead after a time-out. Groups are not kept for later engines: ranks need not close theirs in
+one order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import weakref
+import zlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import GsyncError, SyncError, SyncTimeoutError
+
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo, for backends that do not tell theirs
+
+_engines_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def find_group(process_group: Any = None) -> Any:
+    """Returns `process_group`, or the default group.
+
+    Raises:
+        GsyncError: torch.distributed has not been initialised, or has been destroyed.
+        ValueError: this process does not belong to the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise GsyncError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"process_group: this process does not belong to it, or it is no process group (got {group!r})")
+    return group
+
+
+def timeout_of(group: Any, device: torch.device) -> float:
+    """Returns the group's time-out for collectives on `device`, in seconds."""
+    options = getattr(group._get_backend(device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if limit else _DEFAULT_TIMEOUT_S
+
+
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Returns whether the group's collectives on `device` run on Gloo."""
+    return group._get_backend(device).name() == "gloo"
+
+
+class Meeting:
+    """Where the ranks of one engine meet: keys of its own in the group's store. Every rank of the group must make its own."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s
+        engine = _engines_made.get(group, 0)
+        _engines_made[group] = engine + 1
+        store = dist.distributed_c10d._get_process_group_store(group)
+        self._store = dist.PrefixStore(f"gsync/{group.group_name}/{engine}", store)
+
+    def store(self, generation: int) -> Any:
+        """Keys of one generation of the engine."""
+        return dist.PrefixStore(str(generation), self._store)
+
+    def agree(self, description: Mapping[str, Any], generation: int = 0) -> None:
+        """Returns when every rank has come with the same description.
+
+        Costs three keys of the store for each rank and no collective.
+
+        Args:
+            description: plain values. Entries that are lists are compared item by item, so that the message is short.
+            generation: which try of the engine.
+
+        Raises:
+            ValueError: on every rank, if one rank's differs from rank 0's; names the first difference.
+            SyncTimeoutError: a rank did not come.
+        """
+        if self.size == 1:
+            return
+        store = self.store(generation)
+        mine = json.dumps(description, sort_keys=True)
+        if self.rank == 0:
+            store.set("description", zlib.compress(mine.encode()))
+            answers = {}
+            for rank in range(1, self.size):
+                answers[rank] = self._wait(store, f"answer/{rank}", f"rank {rank}").decode()
+            verdict = "; ".join(f"rank {rank}: {answer}" for rank, answer in answers.items() if answer)
+            store.set("verdict", verdict or "same")
+        else:
+            theirs = json.loads(zlib.decompress(self._wait(store, "description", "rank 0")))
+            store.set(f"answer/{self.rank}", _first_difference(json.loads(mine), theirs))
+            verdict = self._wait(store, "verdict", "rank 0, or a rank it waits for,").decode()
+            verdict = "" if verdict == "same" else verdict
+        if verdict:
+            raise ValueError(f"gsync was given different things on different ranks: {verdict}")
+
+    def private_gloo(self, generation: int, num_lanes: int = 2) -> list[Any]:
+        """Returns new Gloo groups of this engine. Collective over the group.
+
+        Raises:
+            SyncTimeoutError, SyncError: a rank did not come in time, or has died.
+        """
+        lanes = []
+        for lane in range(num_lanes):
+            store = dist.PrefixStore(f"lane{lane}", self.store(generation))
+            try:
+                limit = timedelta(seconds=self.timeout_s)
+                lanes.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=limit))
+            except RuntimeError as error:
+                raise as_sync_error(f"gsync: rank {self.rank} could not connect to the other ranks", error) from error
+        return lanes
+
+    def _wait(self, store: Any, key: str, who: str) -> bytes:
+        started = time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=self.timeout_s))
+            return store.get(key)
+        except RuntimeError as error:
+            if time.monotonic() - started < 0.9 * self.timeout_s:
+                raise SyncError(f"gsync: rank {self.rank}: the store of the process group failed: {error}") from error
+            raise SyncTimeoutError(
+                f"gsync: rank {self.rank} waited {self.timeout_s:g} s for {who} to start synchronising; "
+                "it is late, has died, or runs another model"
+            ) from error
+
+
+def as_sync_error(what: str, error: BaseException) -> SyncError:
+    """Returns the error of a collective as gsync's: `SyncTimeoutError` where it tells of a time-out."""
+    if isinstance(error, SyncError):
+        return error
+    text = str(error).strip().split("\n")[0]
+    kind = SyncTimeoutError if "timed out" in text.lower() or "timeout" in text.lower() else SyncError
+    # Gloo's messages begin with a place in its source and end with general advice.
+    text = re.sub(r"^\[[^\]]*:\d+\] ", "", text)
+    text = re.split(r"\. (?=[A-Z])", text)[0]
+    text = text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+    advice = "The gradients concerned are filled with NaN; call reset() before the next backward, on every rank."
+    return kind(f"{what}: {text}. {advice}")
+
+
+def _first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    for key in sorted({*mine, *theirs}):
+        here, there = mine.get(key), theirs.get(key)
+        if here == there:
+            continue
+        if isinstance(here, list) and isinstance(there, list):
+            for i, (a, b) in enumerate(zip(here, there)):  # noqa: B905 (the lengths are compared below)
+                if a != b:
+                    return f"{key}[{i}] is {a}, on rank 0 it is {b}"
+            return f"{len(here)} {key}, on rank 0 {len(there)}"
+        return f"{key} is {here!r}, on rank 0 it is {there!r}"
+    return ""

@@ -1,0 +1,492 @@
+"""The engine in Python: for builds without the extension, and for CUDA without gsync's CUDA kernels.
+
+Same rules and numbers as the native engine. On a CPU one worker thread exchanges slices in the order in which their buckets came,
+two at a time: while one is exchanged the next is packed. On CUDA everything is enqueued from the caller's thread on one stream of
+the engine, over the group's own process group, and nothing here waits for the device.
+
+Errors. A torch future that fails in Python loses the class of its error inside DDP. So the first bucket of a backward pass queues
+a callback which autograd runs at the end, before DDP's own: it waits for the buckets, and raises the error itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from . import backends
+from .bucket_plan import BucketPlan, Parameters, Part
+from .errors import GsyncError, GsyncWarning, SyncError
+from .groups import as_sync_error
+from .reference import CODE_DTYPES
+
+_SLICES_UNDER_WAY = 2
+_VANISHED_SHARE = 0.01  # of the non-zero elements; above it fp16 is the wrong codec
+
+
+class Lanes:
+    """The collectives of one engine. `private`: the lanes are the engine's own, and can be aborted.
+
+    all_reduce and all_to_all go on lane 0, all_gather on lane 1, so that the order in each is fixed whatever the timing.
+    """
+
+    def __init__(self, lane0: Any, lane1: Any, private: bool) -> None:
+        self._lane0, self._lane1, self.private = lane0, lane1, private
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return self._lane0.allreduce([tensor])
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
+        return self._lane0.alltoall_base(out, tensor, [], [])
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
+        return self._lane1._allgather_base(out, tensor)
+
+    def abort(self) -> None:
+        """Closes the connections, so that the other ranks fail at once instead of waiting."""
+        lanes = {self._lane0, self._lane1} if self.private else ()
+        for lane in lanes:
+            with contextlib.suppress(RuntimeError):  # a lane that is dead already
+                lane.abort()
+
+
+class _Step:
+    """What is gathered while one backward pass is synchronised."""
+
+    def __init__(self, number: int, num_params: int, device: torch.device) -> None:
+        self.number = number
+        self.sums = torch.zeros(num_params, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+
+
+class _Job:
+    """One bucket on its way, and the future that DDP waits for."""
+
+    def __init__(self, bucket: Any, step: _Step, plan: BucketPlan | None, norm_idx: list[int]) -> None:
+        self.norm_idx = norm_idx  # of its parameters
+        self.index, self.is_last = bucket.index(), bucket.is_last()
+        self.buffer, self.parameters = bucket.buffer(), bucket.parameters()
+        self.step, self.plan = step, plan  # plan None: a sparse gradient
+        cut = [(part, i) for part in plan.parts for i in range(len(part.layouts))] if plan is not None else []
+        self.slices = [_Slice(self, part, i) for part, i in cut] or [_Slice(self)]
+        self.slices_left = len(self.slices)
+        devices = [self.buffer.device] if self.buffer.is_cuda else None
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+
+
+class _Slice:
+    """One slice under way."""
+
+    def __init__(self, job: _Job, part: Part | None = None, slice_idx: int = 0) -> None:
+        self.job, self.part, self.slice_idx = job, part, slice_idx
+        self.started = 0.0
+        self.collective: Any = None
+        self.payload: torch.Tensor | None = None
+        self.received: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        assert self.part is not None
+        return [self.job.buffer[begin : begin + numel] for begin, numel in self.part.spans]
+
+
+class _Core:
+    """All of the engine that its worker thread needs. Nothing here refers to the engine, so that one can be collected."""
+
+    def __init__(
+        self,
+        lanes: Lanes | None,
+        backend: str,
+        device: torch.device,
+        exchange: str,
+        scale: float,
+        rank: int,
+        world_size: int,
+        label: str,
+    ) -> None:
+        self.lanes, self.device, self.scale, self.label = lanes, device, scale, label
+        self.scatter = exchange == "scatter_gather"
+        self.rank, self.world_size = rank, world_size
+        self.kernels = backends.get(backend, device)
+        self.changed = threading.Condition()
+        self.queue: deque[_Slice] = deque()
+        self.jobs: list[_Job] = []  # not finished
+        self.error: SyncError | None = None
+        self.closed = False
+        self.warning = ""
+        self.warned = False
+        self.pool: dict[tuple[str, int], torch.Tensor] = {}
+        self.slot = 0
+        self.last: _Step | None = None
+        self.steps_done = 0
+        self.reset_totals()
+
+    def reset_totals(self) -> None:
+        self.totals: dict[str, Any] = {"steps": 0, "buckets": 0, "gradient_bytes": 0, "wire_bytes": 0}
+        self.totals |= {"pack_ms": 0.0, "exchange_ms": 0.0, "unpack_ms": 0.0, "exposed_ms": 0.0}
+        self.nonfinite_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    # A slice is started, then finished: by the worker thread (CPU) or by the caller (CUDA).
+
+    def start(self, current: _Slice) -> None:
+        """1. pack  2. the first collective."""
+        job, part = current.job, current.part
+        current.started = time.perf_counter()
+        if part is None:  # sparse, reduced as it is, in its turn; or without elements
+            if job.buffer.is_sparse and self.lanes is not None:
+                if self.scale != 1.0:
+                    job.buffer.div_(round(1 / self.scale))  # as stock DDP does it: the same bits
+                size = job.buffer._values().nbytes + job.buffer._indices().nbytes
+                self.totals["wire_bytes"] += size * (self.world_size - 1)
+                current.collective = self.lanes.all_reduce(job.buffer)
+            return
+        if self.lanes is None:
+            return
+        layout = part.layouts[current.slice_idx]
+        num_bytes, chunk_bytes = layout.sizes.payload_bytes, layout.sizes.chunk_bytes
+        self.slot = (self.slot + 1) % _SLICES_UNDER_WAY
+        current.payload = self._buffer("payload", num_bytes)
+        counters = job.step.counters if part.codec == "fp16" else None
+        self.kernels.pack(layout, current.gradients, current.payload, self.scale, counters)
+        self._add("pack_ms", current)
+        if self.scatter:
+            current.received = self._buffer("received", num_bytes)
+            current.collective = self.lanes.all_to_all(current.received, current.payload)
+        else:
+            current.collective = self.lanes.all_reduce(current.payload.view(CODE_DTYPES[part.segments[0].codec]))
+        self.totals["wire_bytes"] += (
+            2 * chunk_bytes * (self.world_size - 1)
+            if self.scatter
+            else (2 * num_bytes * (self.world_size - 1) // self.world_size)
+        )
+
+    def finish(self, current: _Slice) -> None:
+        """3. wait  4. under scatter_gather: reduce, all_gather  5. unpack."""
+        job, part, step = current.job, current.part, current.job.step
+        if current.collective is not None:
+            current.collective.wait()
+        if part is None:
+            self._add("exchange_ms", current)
+            if job.buffer.is_sparse:
+                self._measure([job.buffer.coalesce()._values()], job.norm_idx, step)
+        elif self.lanes is None:
+            self._measure(current.gradients, part.norm_idx, step)
+        else:
+            layout = part.layouts[current.slice_idx]
+            assert current.payload is not None and part.partials is not None
+            if self.scatter:
+                assert current.received is not None
+                chunks = list(current.received.view(self.world_size, -1).unbind())
+                reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
+                self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0)
+                self.lanes.all_gather(current.payload, reduced).wait()
+            self._add("exchange_ms", current)
+            is_end = current.slice_idx == len(part.layouts) - 1
+            sums = torch.zeros(len(part.spans), dtype=torch.float64, device=self.device) if is_end else None
+            self.kernels.unpack(layout, current.payload, current.gradients, part.partials, step.nonfinite, sums)
+            if sums is not None:
+                step.sums[part.index] = sums
+            self._add("unpack_ms", current)
+        job.slices_left -= 1
+        if job.slices_left <= 0:
+            self.complete(job)
+
+    def complete(self, job: _Job) -> None:
+        self.totals["buckets"] += 1
+        self.totals["gradient_bytes"] += job.plan.gradient_bytes if job.plan is not None else 0
+        if job.is_last:
+            self.totals["steps"] += 1
+            self.steps_done += 1
+            self.nonfinite_steps += job.step.nonfinite
+            self.last = job.step
+            if self.device.type == "cpu":  # elsewhere reading them would wait for the device
+                self._look_for_vanished(*job.step.counters.tolist())
+        job.slices = []  # they refer to the job
+        job.future.set_result(job.buffer)
+        with self.changed:
+            self.jobs.remove(job)
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Makes the engine fail: unfinished buckets get NaN, and the other ranks see closed connections."""
+        with self.changed:
+            if self.error is None:
+                self.error = as_sync_error(what, error)
+                if self.error is not error:
+                    self.error.__cause__ = error
+            jobs, self.jobs = self.jobs, []
+            self.queue.clear()
+        if self.lanes is not None:
+            self.lanes.abort()
+        for job in jobs:
+            fill_nan(job.buffer)
+            job.future.set_exception(self.error)  # type: ignore[arg-type]
+        with self.changed:
+            self.changed.notify_all()
+
+    def place(self, bucket: int, step: int) -> str:
+        return (
+            f"gsync: bucket {bucket} of step {step} on rank {self.rank} of {self.world_size} ({self.label}) was not synchronised"
+        )
+
+    def run_worker(self) -> None:
+        """Life of the worker thread."""
+        torch.set_flush_denormal(False)  # a thread inherits the mode of the one that made it
+        under_way: deque[_Slice] = deque()
+        with torch.no_grad():
+            while True:
+                with self.changed:
+                    while not (self.queue or under_way or self.closed):
+                        self.changed.wait()
+                    if self.closed:
+                        return
+                    current = self.queue.popleft() if self.queue else None
+                job = current.job if current is not None else under_way[0].job
+                try:
+                    if current is not None:
+                        self.start(current)
+                        under_way.append(current)
+                    if current is None or len(under_way) == _SLICES_UNDER_WAY:
+                        job = under_way[0].job
+                        self.finish(under_way.popleft())
+                except BaseException as error:
+                    under_way.clear()
+                    self.fail(error, self.place(job.index, job.step.number))
+
+    def _buffer(self, kind: str, num_bytes: int) -> torch.Tensor:
+        """Persistent memory of the slice under way; it grows to the largest slice."""
+        found = self.pool.get((kind, self.slot))
+        if found is None or found.numel() < num_bytes:
+            found = self.pool[kind, self.slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return found[:num_bytes]
+
+    def _measure(self, gradients: Sequence[torch.Tensor], norm_idx: Sequence[int], step: _Step) -> None:
+        """Σg² and the search for Inf and NaN where nothing was unpacked."""
+        for gradient, i in zip(gradients, norm_idx, strict=True):
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            step.nonfinite |= ~real.isfinite().all()
+            step.sums[i] = real.double().square().sum()
+
+    def _add(self, name: str, current: _Slice) -> None:
+        if self.device.type == "cpu":
+            now = time.perf_counter()
+            self.totals[name] += 1e3 * (now - current.started)
+            current.started = now
+
+    def _look_for_vanished(self, nonzero: int, vanished: int) -> None:
+        if vanished > _VANISHED_SHARE * nonzero and not self.warned:
+            self.warned = True
+            self.warning = (
+                f"gsync: {100 * vanished / nonzero:.1f} % of the non-zero gradients are too small for fp16 "
+                'and became zero; codec="bf16" has the range of fp32'
+            )
+
+
+class PythonEngine:
+    """See `gsync.engine.Engine`.
+
+    Args:
+        lanes: the collectives; None for one rank: gradients are only scaled and measured, never encoded.
+        device: of the gradients.
+        world_size, rank: of the group.
+        exchange: "all_reduce" or "scatter_gather".
+        scale: multiplies every gradient before it is encoded.
+        slice_bytes: of gradients, at least 1.
+        label: names the engine in messages.
+        backend: see `gsync.backends`.
+        threaded: exchange in a thread of its own; else in the caller's, as collectives on a shared group must be.
+        stream_priority: of the CUDA stream; None: the highest.
+        on_failure: called at the end of a backward pass that failed, in the place of what DDP would have done.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes | None,
+        device: torch.device,
+        world_size: int,
+        rank: int,
+        exchange: str,
+        scale: float,
+        slice_bytes: int,
+        label: str,
+        backend: str = "auto",
+        threaded: bool = True,
+        stream_priority: int | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_failure = on_failure
+        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label)
+        num_chunks = world_size if exchange == "scatter_gather" else 1
+        self._parameters = Parameters(device, num_chunks, exchange == "all_reduce", slice_bytes)
+        self._step: _Step | None = None
+        self._first_step = 0
+        self._last_task = -1
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            priority = -5 if stream_priority is None else stream_priority  # CUDA clamps it to what the device has
+            self._stream = torch.cuda.Stream(device, priority=priority)
+        self._thread = None
+        if threaded and device.type == "cpu":
+            self._thread = threading.Thread(target=self._core.run_worker, name="gsync", daemon=True)
+            self._thread.start()
+        self._finalizer = weakref.finalize(self, _close, self._core, self._thread)
+
+    def set_parameters(self, params: Sequence[torch.Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
+        self._parameters.set(params, names, codecs)
+
+    def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        core = self._core
+        in_backward = self._queue_end_of_backward()
+        if core.error is not None:  # told at the end of the backward pass, when all its gradients can be marked
+            if not in_backward:
+                self.raise_pending()
+            failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            failed.set_exception(core.error)  # type: ignore[arg-type]
+            return failed
+        if self._step is None or bucket.index() == 0:
+            self._step = _Step(self.step, len(self._parameters), core.device)
+            self._parameters.forget_unused(self._step.number)
+        try:
+            job = self._make_job(bucket, self._step)
+            with core.changed:
+                core.jobs.append(job)
+                if self._thread is not None:
+                    core.queue.extend(job.slices)
+                    core.changed.notify_all()
+            if self._thread is None:
+                self._run_here(job)
+            return job.future
+        except Exception as error:
+            core.fail(error, core.place(bucket.index(), self._step.number))
+            fill_nan_gradients(self._parameters.alive())
+            if isinstance(error, (ValueError, TypeError)):
+                raise
+            self.raise_pending()
+            raise
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._core.totals, nonfinite_steps=int(self._core.nonfinite_steps.item()))
+
+    def reset_stats(self) -> None:
+        self._core.reset_totals()
+
+    def sum_of_squares(self) -> torch.Tensor:
+        return self._last().sums
+
+    def found_nonfinite(self) -> torch.Tensor:
+        return self._last().nonfinite[0] != 0
+
+    def raise_pending(self) -> None:
+        core = self._core
+        if core.warning:
+            text, core.warning = core.warning, ""
+            warnings.warn(text, GsyncWarning, stacklevel=3)
+        if core.error is not None:
+            raise type(core.error)(str(core.error)) from core.error.__cause__
+
+    def abort(self, reason: str) -> None:
+        self._core.fail(
+            SyncError(
+                f"gsync: step {self.step} on rank {self._core.rank} of {self._core.world_size} "
+                f"({self._core.label}) was not synchronised: {reason}"
+            ),
+            "",
+        )
+
+    def close(self) -> None:
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        return self._core.closed
+
+    @property
+    def step(self) -> int:
+        return self._first_step + self._core.steps_done
+
+    def set_step(self, step: int) -> None:
+        self._first_step = step - self._core.steps_done
+
+    def _make_job(self, bucket: Any, step: _Step) -> _Job:
+        buffer, params = bucket.buffer(), bucket.parameters()
+        plan = None if buffer.is_sparse else self._parameters.plan(buffer, params, step.number)
+        return _Job(bucket, step, plan, [self._parameters.norm_idx(param) for param in params])
+
+    def _run_here(self, job: _Job) -> None:
+        """What the worker thread would do, in the caller's thread; on CUDA it only enqueues."""
+        core = self._core
+        context: Any = contextlib.nullcontext()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(core.device))
+            context = torch.cuda.stream(self._stream)
+        with context, torch.no_grad():
+            for current in job.slices:
+                core.start(current)
+                core.finish(current)
+            if self._stream is not None and not job.buffer.is_sparse:
+                job.buffer.record_stream(self._stream)
+
+    def _queue_end_of_backward(self) -> bool:
+        """Whether this is in a backward pass, as it is not on a rank without inputs in DDP's join."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._last_task):
+            self._last_task = task
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        return task != -1
+
+    def _end_of_backward(self) -> None:
+        core = self._core
+        with core.changed:
+            started = time.perf_counter()
+            waits = bool(core.jobs)
+            while core.jobs and core.error is None:
+                core.changed.wait()
+            if waits:
+                core.totals["exposed_ms"] += 1e3 * (time.perf_counter() - started)
+        if core.error is not None:
+            fill_nan_gradients(self._parameters.alive())
+            self._on_failure()
+        self.raise_pending()
+
+    def _last(self) -> _Step:
+        self.raise_pending()
+        if self._core.last is None:
+            raise GsyncError("no backward pass has been synchronised yet")
+        return self._core.last
+
+
+def fill_nan_gradients(params: Sequence[torch.Tensor]) -> None:
+    """Fills the gradients of `params` with NaN, so that nobody trains on gradients that are not the mean."""
+    for param in params:
+        if param.grad is not None and param.requires_grad:
+            if param.grad.is_sparse and param.grad._nnz() == 0:
+                param.grad = torch.full_like(param.grad, float("nan"), layout=torch.strided).to_sparse()
+            fill_nan(param.grad)
+
+
+def fill_nan(tensor: torch.Tensor) -> None:
+    """Fills a tensor, or the values that a sparse one stores, with NaN."""
+    with torch.no_grad():
+        tensor = tensor._values() if tensor.is_sparse else tensor.detach()
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(float("nan"))
+
+
+def _close(core: _Core, thread: threading.Thread | None) -> None:
+    """Ends the worker thread. Buckets that are still under way fail, here and on the other ranks."""
+    with core.changed:
+        core.closed = True
+        unfinished = bool(core.jobs)
+        core.changed.notify_all()
+    if unfinished:
+        core.fail(SyncError(f"gsync ({core.label}) was closed while buckets were under way"), "")
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(1.0)
