@@ -31,6 +31,12 @@ DeviceTables::DeviceTables(const Layout& layout, c10::Device device) {
   memory_.copy_(host);  // from pageable memory: waits until it is there
 }
 
+void DeviceTables::used_on(c10::Stream stream) {
+  if (stream_ == stream) return;
+  memory_.record_stream(stream);
+  stream_ = stream;
+}
+
 const void* const* PointerRing::send(const void* const* pointers, int64_t count, c10::Stream stream) {
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % kSlots;

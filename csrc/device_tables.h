@@ -24,11 +24,14 @@ class DeviceTables {
   const SegmentPartials* partials() const { return reinterpret_cast<const SegmentPartials*>(base() + partials_); }
   /// Counts the thread blocks that are done; zero between launches. One launch at a time may use it.
   uint32_t* ticket() const { return reinterpret_cast<uint32_t*>(base() + ticket_); }
+  /// Keeps the memory, when these tables are gone, until work that is now on `stream` has finished.
+  void used_on(c10::Stream stream);
 
  private:
   uint8_t* base() const { return static_cast<uint8_t*>(memory_.mutable_data_ptr()); }
 
   at::Tensor memory_;
+  std::optional<c10::Stream> stream_;
   int64_t shares_ = 0;
   int64_t tiles_ = 0;
   int64_t partials_ = 0;

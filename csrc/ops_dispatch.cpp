@@ -4,8 +4,29 @@
 #include "device_tables.h"
 #include "ops_binding.h"
 
+#ifdef GSYNC_WITH_CUDA
+#include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/launch.h"
+#endif
+
 namespace gsync {
 namespace {
+
+#ifdef GSYNC_WITH_CUDA
+cudaStream_t cuda_stream(c10::Stream stream) { return c10::cuda::CUDAStream(stream).stream(); }
+
+// What a launch of `layout` on `stream` needs beside its arguments.
+cuda::Workspace workspace(const DeviceLayout& layout, const void* const* addresses, int64_t count, c10::Stream stream) {
+  layout.tables()->used_on(stream);
+  cuda::Workspace result;
+  if (count > cuda::kMaxAddressesByValue) result.addresses = layout.pointers()->send(addresses, count, stream);
+  result.ticket = layout.tables()->ticket();
+  return result;
+}
+#endif
 
 [[noreturn]] void refuse(c10::DeviceType type) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "gsync: this build has no native kernels for device type ", type);
@@ -13,7 +34,12 @@ namespace {
 
 }  // namespace
 
-bool has_kernels(c10::DeviceType type) { return type == c10::DeviceType::CPU; }
+bool has_kernels(c10::DeviceType type) {
+#ifdef GSYNC_WITH_CUDA
+  if (type == c10::DeviceType::CUDA) return true;
+#endif
+  return type == c10::DeviceType::CPU;
+}
 
 DeviceLayout::DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device) : layout_(std::move(layout)), device_(device) {
   if (!has_kernels(device.type())) refuse(device.type());
@@ -49,6 +75,14 @@ void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* pay
           c10::Stream stream) {
   const PackArgs args{layout.view(), gradients, payload, scale, counters};
   if (layout.device().is_cpu()) return cpu::pack(args, 0, args.layout.num_tiles);
+#ifdef GSYNC_WITH_CUDA
+  if (layout.device().is_cuda()) {
+    const c10::DeviceGuard guard(layout.device());
+    const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream);
+    C10_CUDA_CHECK(cuda::pack(args, space, cuda_stream(stream)));
+    return;
+  }
+#endif
   refuse(stream.device_type());
 }
 
@@ -56,6 +90,14 @@ void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* pay
             float scale, c10::Stream stream) {
   const ReduceArgs args{layout.view_of_chunk(chunk), payloads, num_payloads, out, scale};
   if (layout.device().is_cpu()) return cpu::reduce(args, 0, args.layout.num_tiles);
+#ifdef GSYNC_WITH_CUDA
+  if (layout.device().is_cuda()) {
+    const c10::DeviceGuard guard(layout.device());
+    const cuda::Workspace space = workspace(layout, reinterpret_cast<const void* const*>(payloads), num_payloads, stream);
+    C10_CUDA_CHECK(cuda::reduce(args, space, cuda_stream(stream)));
+    return;
+  }
+#endif
   refuse(stream.device_type());
 }
 
@@ -68,6 +110,14 @@ void unpack(const DeviceLayout& layout, const uint8_t* payload, void* const* gra
     if (args.segments != nullptr) cpu::sum_partials(args);
     return;
   }
+#ifdef GSYNC_WITH_CUDA
+  if (layout.device().is_cuda()) {
+    const c10::DeviceGuard guard(layout.device());
+    const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream);
+    C10_CUDA_CHECK(cuda::unpack(args, space, cuda_stream(stream)));
+    return;
+  }
+#endif
   refuse(stream.device_type());
 }
 

@@ -1,6 +1,7 @@
 """One test, all backends: the same payload, the same gradients, whatever computes them."""
 
 import math
+import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,7 +9,7 @@ import pytest
 import torch
 from ops_cases import CODECS, DTYPES, SIZES, gradient, same_bits
 
-from gsync import backends, ops, reference
+from gsync import _native, backends, ops, reference
 from gsync.layout import CODEC_KINDS, DTYPE_CODES, Segment, build_layout, hash64
 
 
@@ -192,16 +193,15 @@ def test_slices_give_the_gradients_and_sums_of_the_whole(backend):
         assert same_bits(results[0][0], other[0]) and same_bits(results[0][1], other[1]) and other[2] == 0
 
 
-@hypothesis.given(
+BUCKETS = (
     st.lists(st.tuples(st.integers(0, 9000), st.sampled_from(DTYPES), st.sampled_from(CODECS)), max_size=5),
     st.integers(1, 6),
     st.floats(-1e3, 1e3, width=32),
     st.integers(0, 1000),
 )
-@hypothesis.settings(max_examples=100, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_any_bucket_gives_the_bytes_of_the_reference(backend, parameters, num_chunks, scale, seed):
-    if backend == "triton":
-        parameters = [(min(n, 600), dtype, codec) for n, dtype, codec in parameters]
+
+
+def check_bucket(backend, parameters, num_chunks, scale, seed):
     gradients = [gradient(n, dtype, seed + i) for i, (n, dtype, _) in enumerate(parameters)]
     codecs = [codec for _, _, codec in parameters]
     expected = ops.pack(gradients, codecs, scale, num_chunks, backend="reference")
@@ -213,3 +213,17 @@ def test_any_bucket_gives_the_bytes_of_the_reference(backend, parameters, num_ch
     assert all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     assert bool(found_a) == bool(found_b)
     assert float(squares_a) == pytest.approx(float(squares_b), rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.skipif(_native.C is None, reason=_native.MISSING or "extension loaded")
+@hypothesis.given(*BUCKETS)
+def test_any_bucket_gives_the_bytes_of_the_reference_natively(parameters, num_chunks, scale, seed):
+    check_bucket("native", parameters, num_chunks, scale, seed)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off where there is a GPU")
+@hypothesis.given(*BUCKETS)
+@hypothesis.settings(max_examples=10)  # the interpreter takes milliseconds a tile
+def test_any_bucket_gives_the_bytes_of_the_reference_in_triton(parameters, num_chunks, scale, seed):
+    pytest.importorskip("triton")
+    check_bucket("triton", parameters, num_chunks, scale, seed)

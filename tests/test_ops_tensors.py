@@ -153,6 +153,8 @@ def test_random_state_is_untouched(backend):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_flush_to_zero_of_the_caller_has_no_effect(backend, num_threads):
+    if backend == "triton":
+        pytest.skip("a GPU has no such mode, and the interpreter computes in the caller's")
     tiny = torch.full((70000,), 1e-40)
     tiny[::2] = 3 * 2.0**-24  # subnormal in fp16
     double = tiny.double()
