@@ -110,9 +110,10 @@ void check_bytes(const char* operation, const char* name, const at::Tensor& tens
 
 void check_table(const char* operation, const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t numel,
                  c10::Device device) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == numel && tensor.device() == device,
-                    operation, ": ", name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(),
-                    ", expected contiguous ", dtype, " [", numel, "] on ", device);
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == numel && tensor.device() == device, operation,
+      ": ", name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(), ", expected contiguous ", dtype,
+      " [", numel, "] on ", device);
 }
 
 std::vector<void*> gradient_pointers(const char* operation, const LayoutHandle& handle, const OptionalTensors& gradients,
@@ -125,8 +126,7 @@ std::vector<void*> gradient_pointers(const char* operation, const LayoutHandle& 
     if (!gradients[i]) continue;
     const at::Tensor& gradient = *gradients[i];
     TORCH_CHECK_VALUE(dtype_code(gradient.scalar_type()) == handle.dtype(i) && gradient.numel() == handle.numel(i) &&
-                          gradient.device() == device &&
-                          (gradient.numel() == 0 || gradient.is_non_overlapping_and_dense()),
+                          gradient.device() == device && (gradient.numel() == 0 || gradient.is_non_overlapping_and_dense()),
                       operation, ": gradients[", i, "] is ", gradient.scalar_type(), " ", gradient.sizes(), " strides ",
                       gradient.strides(), " on ", gradient.device(), ", expected ", handle.numel(i),
                       " dense elements of dtype code ", handle.dtype(i), " on ", device);
@@ -207,8 +207,8 @@ void unpack_tensors(LayoutHandle& handle, const at::Tensor& payload, const Optio
   const c10::Stream stream = current_stream(device);
   const DeviceLayout& layout = handle.on(stream);
   if (!device.is_cpu()) return unpack(layout, bytes, pointers.data(), partial, found, sums, nullptr, stream);
-  const UnpackArgs args{layout.view(), bytes, pointers.data(), partial, found, finalize ? layout.segments() : nullptr, sums,
-                        nullptr};
+  const UnpackArgs args{layout.view(), bytes,  pointers.data(), partial, found, finalize ? layout.segments() : nullptr,
+                        sums,          nullptr};
   for_tiles(args.layout.num_tiles, [&](int64_t first, int64_t last) { cpu::unpack(args, first, last, level); });
   if (finalize) cpu::sum_partials(args);
 }
@@ -252,8 +252,8 @@ void bind_ops(py::module_& module) {
          const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
         return std::make_unique<LayoutHandle>(numels, dtypes, codecs, hashes, num_chunks, slice_idx, num_slices);
       },
-      py::arg("numels"), py::arg("dtypes"), py::arg("codecs"), py::arg("hashes"), py::arg("num_chunks"),
-      py::arg("slice_idx") = 0, py::arg("num_slices") = 1);
+      py::arg("numels"), py::arg("dtypes"), py::arg("codecs"), py::arg("hashes"), py::arg("num_chunks"), py::arg("slice_idx") = 0,
+      py::arg("num_slices") = 1);
   module.def("hash64", [](const std::string& name) { return hash64(name); });
   module.def("has_kernels", [](const std::string& device_type) { return has_kernels(c10::Device(device_type).type()); });
   module.def("cpu_levels", [] {

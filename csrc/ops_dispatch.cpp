@@ -41,7 +41,8 @@ bool has_kernels(c10::DeviceType type) {
   return type == c10::DeviceType::CPU;
 }
 
-DeviceLayout::DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device) : layout_(std::move(layout)), device_(device) {
+DeviceLayout::DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device)
+    : layout_(std::move(layout)), device_(device) {
   if (!has_kernels(device.type())) refuse(device.type());
   if (!device.is_cpu()) {
     tables_ = std::make_unique<DeviceTables>(*layout_, device);
@@ -103,8 +104,9 @@ void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* pay
 
 void unpack(const DeviceLayout& layout, const uint8_t* payload, void* const* gradients, double* partials,
             int32_t* found_nonfinite, double* sum_of_squares, const int32_t* failed, c10::Stream stream) {
-  const UnpackArgs args{layout.view(), payload, gradients, partials, found_nonfinite,
-                        sum_of_squares == nullptr ? nullptr : layout.segments(), sum_of_squares, failed};
+  const UnpackArgs args{layout.view(),  payload,         gradients,
+                        partials,       found_nonfinite, sum_of_squares == nullptr ? nullptr : layout.segments(),
+                        sum_of_squares, failed};
   if (layout.device().is_cpu()) {
     cpu::unpack(args, 0, args.layout.num_tiles);
     if (args.segments != nullptr) cpu::sum_partials(args);

@@ -59,7 +59,8 @@ void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t sli
     }
     if (segments[i].codec > Kind::kBf16) {
       throw std::invalid_argument("layout: codecs[" + std::to_string(i) + "] is " +
-                                  std::to_string(static_cast<int>(segments[i].codec)) + ", expected 0 (fp32), 1 (fp16) or 2 (bf16)");
+                                  std::to_string(static_cast<int>(segments[i].codec)) +
+                                  ", expected 0 (fp32), 1 (fp16) or 2 (bf16)");
     }
     if (segments[i].dtype > Dtype::kFp64) {
       throw std::invalid_argument("layout: dtypes[" + std::to_string(i) + "] is " +
