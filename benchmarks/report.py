@@ -85,7 +85,7 @@ def table(columns: Sequence[str]) -> Any:
     from rich import box
     from rich.table import Table
 
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for idx, name in enumerate(columns):
         grid.add_column(name, justify="left" if idx == 0 else "right", no_wrap=True)
     return grid
