@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _native
+from . import _native, backends, ops
 from .launch import Place, find_place
 from .machine import circumstances, nccl, package_version
 
 _WAIT_S = 60.0  # for ranks that start later
 # What has to be equal on all ranks, since either the bytes on the wire or the order of collectives depend on it.
-_SAME = ("gsync", "torch", "build", "cuda", "nccl", "triton", "device", "backend")
+SAME = ("gsync", "torch", "build", "cuda", "nccl", "triton", "device", "backend", "trial")
 
 
 def build() -> dict[str, Any]:
@@ -53,45 +53,53 @@ def triton() -> tuple[bool, str]:
 
 
 def choices() -> list[dict[str, str]]:
-    """Return for each kind of device here what `auto` uses and why."""
-    found = [
-        {
-            "device": "cpu",
-            "backend": "native" if _native.C is not None else "reference",
-            "backend_reason": "the compiled extension is loaded" if _native.C is not None else _native.MISSING,
-            "transport": "process_group",
-            "transport_reason": "a private Gloo group; with other CPU process groups their own",
-        }
-    ]
-    if not torch.cuda.is_available():
-        return found
-    can_triton, why_not = triton()
-    if _native.has_cuda():
-        backend, reason = "native", "the compiled extension has CUDA kernels"
-    elif can_triton:
-        backend, reason = "triton", "the extension has no CUDA kernels, and Triton is there"
-    else:
-        backend, reason = "reference", f"the extension has no CUDA kernels, and Triton cannot be used: {why_not}"
-    version, where = nccl()
-    if _native.has_cuda() and version:
-        transport = "nccl"
-        transport_reason = (
-            "own communicator, if the group spans all ranks and no module communicates in the backward pass "
-            "(SyncBatchNorm, tensor parallelism); otherwise process_group"
-        )
-    else:
-        transport = "process_group"
-        transport_reason = f"no NCCL of its own: {where}" if _native.has_cuda() else "the extension has no NCCL transport"
-    found.append(
-        {
-            "device": "cuda",
-            "backend": backend,
-            "backend_reason": reason,
-            "transport": transport,
-            "transport_reason": transport_reason,
-        }
-    )
+    """Return for each kind of device here what `auto` uses, why, and what comes of trying it."""
+    found = [_choice(torch.device("cpu"), "process_group", "a private Gloo group; with other CPU process groups their own")]
+    if torch.cuda.is_available():
+        version, where = nccl()
+        if _native.has_cuda() and version:
+            transport = "nccl"
+            reason = (
+                "own communicator, if the group spans all ranks and no module communicates in the backward pass "
+                "(SyncBatchNorm, tensor parallelism); otherwise process_group"
+            )
+        else:
+            transport = "process_group"
+            reason = f"no NCCL of its own: {where}" if _native.has_cuda() else "the extension has no NCCL transport"
+        found.append(_choice(torch.device("cuda", torch.cuda.current_device()), transport, reason))
     return found
+
+
+def _choice(device: torch.device, transport: str, transport_reason: str) -> dict[str, str]:
+    backend = backends.resolve("auto", device)
+    kernels = "CUDA kernels" if device.type == "cuda" else "kernels for the CPU"
+    missing = _native.MISSING or f"the extension has no {kernels}"
+    reason = {
+        "native": f"the extension has {kernels}",
+        "triton": missing,
+        "reference": f"{missing}; Triton is not installed" if device.type == "cuda" else missing,
+    }[backend]
+    return {
+        "device": device.type,
+        "backend": backend,
+        "backend_reason": reason,
+        "transport": transport,
+        "transport_reason": transport_reason,
+        "trial": _trial(device, backend),
+    }
+
+
+def _trial(device: torch.device, backend: str) -> str:
+    """Packs and unpacks a few gradients with `backend`: "works", or what goes wrong."""
+    gradients = [torch.linspace(-3.0, 3.0, numel, device=device) for numel in (1, 255, 4097)]
+    try:
+        payload = ops.pack(gradients, codec="bf16", scale=0.5, backend=backend)
+        if not torch.equal(payload, ops.pack(gradients, codec="bf16", scale=0.5, backend="reference")):
+            return "writes other bytes than the reference: please report"
+        ops.unpack(payload, gradients, codec="bf16", backend=backend)
+    except Exception as error:  # a doctor reports, whatever it is
+        return f"fails: {type(error).__name__}: {' '.join(str(error).split())}"
+    return "works"
 
 
 def facts() -> dict[str, Any]:
@@ -135,7 +143,7 @@ def report(found: dict[str, Any]) -> list[str]:
     usable = "usable" if found["triton"]["usable"] else f"not usable: {found['triton']['reason']}"
     lines.append(f"Triton     {found['triton']['version'] or 'none'}, {usable}")
     for choice in found["choices"]:
-        lines.append(f"on {choice['device']:<7} backend {choice['backend']}: {choice['backend_reason']}")
+        lines.append(f"on {choice['device']:<7} backend {choice['backend']} {choice['trial']}: {choice['backend_reason']}")
         lines.append(f"{'':<10} transport {choice['transport']}: {choice['transport_reason']}")
     return lines
 
@@ -156,13 +164,14 @@ def signature(found: dict[str, Any]) -> dict[str, str]:
         "triton": numbers["triton"],
         "device": device,
         "backend": choice["backend"],
+        "trial": choice["trial"],
     }
-    return {name: str(values[name] or "none") for name in _SAME}
+    return {name: str(values[name] or "none") for name in SAME}
 
 
 def compare(ranks: dict[int, dict[str, Any]], world_size: int) -> tuple[list[str], list[int]]:
     """Return one line per rank, and the ranks that are missing or differ from what most ranks have."""
-    usual = {name: Counter(rank["signature"][name] for rank in ranks.values()).most_common(1)[0][0] for name in _SAME}
+    usual = {name: Counter(rank["signature"][name] for rank in ranks.values()).most_common(1)[0][0] for name in SAME}
     lines, odd = [], []
     for idx in range(world_size):
         if idx not in ranks:
@@ -170,8 +179,8 @@ def compare(ranks: dict[int, dict[str, Any]], world_size: int) -> tuple[list[str
             odd.append(idx)
             continue
         own = ranks[idx]["signature"]
-        different = [f"{name} {own[name]} (others {usual[name]})" for name in _SAME if own[name] != usual[name]]
-        line = f"rank {idx:<3} {ranks[idx]['host']}: " + ", ".join(f"{name} {own[name]}" for name in _SAME)
+        different = [f"{name} {own[name]} (others {usual[name]})" for name in SAME if own[name] != usual[name]]
+        line = f"rank {idx:<3} {ranks[idx]['host']}: " + ", ".join(f"{name} {own[name]}" for name in SAME)
         if different:
             odd.append(idx)
             line += f"  <-- odd: {'; '.join(different)}"
@@ -183,14 +192,14 @@ def run(json_path: str | None = None) -> int:
     """Print the report, or under a launcher rank 0's comparison of all ranks; write it to `json_path` as well.
 
     Returns:
-        The exit code: 0, or 1 where a rank is missing or odd. The same on all ranks.
+        The exit code: 0, or 1 where what would be used does not work, or a rank is missing or odd. The same on all ranks.
     """
     place = find_place()
     if place is None or place.world_size == 1:
         found = facts()
         print("\n".join(report(found)))
         _write(json_path, found)
-        return 0
+        return 0 if all(choice["trial"] == "works" for choice in found["choices"]) else 1
     return _run_as_rank(place, json_path)
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from gsync.benchmarks import checks, measure, rivals, workloads
 from gsync.benchmarks.options import Options
 from gsync.benchmarks.progress import Progress
-
 from ranks import run_on_ranks
 
 FP32 = rivals.Bound(2.0**-24, 2.0**-149, lambda world: world + 1)

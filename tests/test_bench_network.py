@@ -62,9 +62,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_namespaces
 def test_a_link_passes_what_its_rate_allows() -> None:
-    receive = "import socket; s = socket.create_server(('', 5000)); print('up', flush=True); c = s.accept()[0]\nwhile c.recv(9999): pass"
-    send = ("import socket, sys, time; s = socket.create_connection((sys.argv[1], 5000)); t = time.monotonic(); "
-            "s.sendall(bytes(5_000_000)); s.shutdown(1); s.recv(1); print(time.monotonic() - t)")  # fmt: skip
+    receive = (
+        "import socket; s = socket.create_server(('', 5000)); print('up', flush=True); c = s.accept()[0]\n"
+        "while c.recv(1 << 20): pass"
+    )
+    send = (
+        "import socket, sys, time; s = socket.create_connection((sys.argv[1], 5000)); t = time.monotonic(); "
+        "s.sendall(bytes(5_000_000)); s.shutdown(1); s.recv(1); print(time.monotonic() - t)"
+    )
     before = namespaces()
     with network.Network(2, "100mbit") as net:
         assert len(namespaces() - before) == 3  # two hosts and the bridge

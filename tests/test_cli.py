@@ -59,7 +59,7 @@ def test_doctor_says_what_would_be_used(tmp_path: Path) -> None:
     for word in ("gsync ", "torch ", "build ", "machine ", "GPUs ", "NCCL ", "Triton ", "on cpu ", "backend ", "transport "):
         assert word in done.stdout
     found = json.loads(path.read_text())
-    assert found["choices"][0]["device"] == "cpu"
+    assert found["choices"][0]["device"] == "cpu" and found["choices"][0]["trial"] == "works"
     assert found["versions"]["torch"]
 
 
