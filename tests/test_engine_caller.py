@@ -1,0 +1,93 @@
+"""The engine over a library whose collectives belong to the calling thread, and its rules for what comes when.
+
+torch's fake process group stands in for the library: its collectives leave the payload as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import Listed, rows
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gsync import _native
+from gsync.errors import SyncError
+
+pytestmark = pytest.mark.skipif(_native.C is None, reason=_native.MISSING or "native build")
+
+NUMELS = (300_000, 300_000)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def make(module):
+    transport = _native.C.C10dTransport(
+        main=dist.group.WORLD, gather=dist.group.WORLD, rank=0, size=2, timeout_s=5.0, owned=False
+    )
+    engine = _native.C.Engine(
+        transport, device="cpu", world_size=2, rank=0, exchange="all_reduce", scale=0.5, slice_bytes=100_000, timeout_s=5.0
+    )
+    named = list(module.named_parameters())
+    engine.set_parameters([parameter for _, parameter in named], [name for name, _ in named], ["fp32"] * len(named))
+    return engine
+
+
+def test_collectives_of_other_libraries_run_in_the_calling_thread(group):
+    module = Listed(NUMELS)
+    engine = make(module)
+    ddp = torch.nn.parallel.DistributedDataParallel(module)
+    _native.C.register_ddp_hook(ddp.reducer, lambda: engine)
+    ddp(rows(NUMELS, 0)).backward()
+    for parameter, row in zip(module.parameters(), rows(NUMELS, 0), strict=True):
+        assert torch.equal(parameter.grad, row * 0.5)
+    stats = engine.stats()
+    assert stats["steps"] == 1 and stats["wire_bytes"] > 0 and stats["exposed_ms"] > 0
+    engine.close()
+
+
+def buckets_of(module):
+    ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+    engine = make(module)
+    _native.C.register_ddp_hook(ddp.reducer, lambda: engine)
+    for step in range(2):
+        ddp(rows(NUMELS, 0, step)).backward()
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    assert len(buckets) == 2
+    return buckets
+
+
+def test_a_backward_that_was_left_in_the_middle_is_an_error(group):
+    module = Listed(NUMELS)
+    engine = make(module)
+    buckets = buckets_of(module)
+    assert engine.submit(buckets[0]).done()
+    again = engine.submit(buckets[0])
+    with pytest.raises(SyncError, match="bucket 1 was due, bucket 0 came"):
+        again.wait()
+    assert buckets[0].buffer().isnan().all()
+    with pytest.raises(SyncError):
+        engine.raise_pending()
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="exchange must be all_reduce or scatter_gather, got ring"):
+        _native.C.Engine(None, device="cpu", world_size=1, rank=0, exchange="ring", scale=1.0, slice_bytes=1, timeout_s=1.0)
+    with pytest.raises(ValueError, match="needs a transport"):
+        _native.C.Engine(None, device="cpu", world_size=2, rank=0, exchange="all_reduce", scale=1.0, slice_bytes=1, timeout_s=1.0)
+    engine = _native.C.Engine(
+        None, device="cpu", world_size=1, rank=0, exchange="all_reduce", scale=1.0, slice_bytes=1, timeout_s=1.0
+    )
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="codec must be fp32, fp16 or bf16, got int8"):
+        engine.set_parameters([parameter], ["a"], ["int8"])
+    with pytest.raises(ValueError, match="two parameters are named a"):
+        engine.set_parameters([parameter, torch.nn.Parameter(torch.zeros(1))], ["a", "a"], ["fp32", "fp32"])
+    engine.close()
