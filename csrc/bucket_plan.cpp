@@ -83,6 +83,20 @@ std::shared_ptr<BucketPlan> Parameters::plan(const Bucket& bucket, int64_t step)
   return found->second;
 }
 
+std::shared_ptr<BucketPlan> Parameters::sparse_plan(const Bucket& bucket) const {
+  auto plan = std::make_shared<BucketPlan>();
+  Part& part = plan->parts.emplace_back();
+  for (const at::Tensor& parameter : bucket.parameters) {
+    const auto entry = table_.find(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ", parameter.sizes(),
+                      " that set_parameters did not get");
+    part.norm_idx.push_back(entry->second.norm_idx);
+  }
+  const auto doubles = at::TensorOptions().dtype(at::kDouble).device(device_);
+  part.sum_of_squares = at::zeros({static_cast<int64_t>(part.norm_idx.size())}, doubles);
+  return plan;
+}
+
 void Parameters::forget_unused_plans(int64_t step) {
   for (auto it = plans_.begin(); it != plans_.end();) {
     it = it->second->last_step + 1 < step ? plans_.erase(it) : std::next(it);

@@ -60,6 +60,8 @@ class Parameters {
   /// Throws c10::ValueError for a parameter that set() did not get, an unsupported dtype, or a buffer of another length than
   /// its parameters.
   std::shared_ptr<BucketPlan> plan(const Bucket& bucket, int64_t step);
+  /// Where the sums of a sparse bucket go: one part, without slices. Throws as plan() does.
+  std::shared_ptr<BucketPlan> sparse_plan(const Bucket& bucket) const;
   /// Forgets plans that the last two steps did not use: those of DDP's buckets before it rebuilt them.
   void forget_unused_plans(int64_t step);
 

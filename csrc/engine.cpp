@@ -123,6 +123,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     TORCH_CHECK_VALUE(given.buffer.device() == options_.device, "bucket ", given.index, " is on ", given.buffer.device(),
                       ", the engine on ", options_.device);
     if (!given.buffer.is_sparse()) job->plan = parameters_->plan(given, job->step);
+    job->sums = job->plan ? job->plan : parameters_->sparse_plan(given);
     job->found_nonfinite = &job->host_nonfinite;
     if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + job->step % 2;
     if (given.is_last) parameters_->forget_unused_plans(job->step);
@@ -142,7 +143,7 @@ void Engine::bucket_done(BucketJob& job) {
     const int64_t dense_bytes = job.plan ? job.plan->gradient_bytes : sparse_bytes(job.bucket.buffer);
     stats_.gradient_bytes += dense_bytes;
     stats_.wire_bytes += job.plan ? job.plan->wire_bytes : dense_bytes * (options_.world_size - 1);
-    if (job.plan) step_plans_.push_back(job.plan);
+    step_plans_.push_back(job.sums);
     step_found_nonfinite_ = step_found_nonfinite_ || job.host_nonfinite != 0;
     if (job.bucket.is_last) {
       ++stats_.steps;

@@ -3,6 +3,9 @@
 #include <ATen/ops/_values.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/fill.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
 #include <cmath>
@@ -88,6 +91,12 @@ class SparseFlow final : public Flow {
   bool advance(c10::Stream /*stream*/) override {
     if (collective_) collective_->finish();
     pipeline_.clock->end(Phase::kExchange);
+
+    // Rows that came more than once count as their sum.
+    at::Tensor values = job_->bucket.buffer.coalesce()._values();
+    if (values.is_complex()) values = at::view_as_real(values);
+    job_->sums->parts.front().sum_of_squares.copy_(values.to(at::kDouble).square().sum());
+    at::from_blob(job_->found_nonfinite, {1}, values.options().dtype(at::kInt)).bitwise_or_(at::isfinite(values).all().logical_not());
     return true;
   }
 

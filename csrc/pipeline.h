@@ -25,6 +25,7 @@ namespace gsync {
 struct BucketJob {
   Bucket bucket;
   std::shared_ptr<BucketPlan> plan;  // null: a sparse gradient
+  std::shared_ptr<BucketPlan> sums;  // whose parts take the sums of squares: plan, or for a sparse gradient one without slices
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue result;  // what the future will hold
   std::optional<c10::Stream> producer;  // device: where the gradients were made

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import SyncConfig, make_config
 from .engine import Engine, check_device, choose, make_engine
-from .errors import GsyncError
+from .errors import GsyncError, SyncError
 from .groups import Meeting, find_group, timeout_of
 from .model import Model, read_model
 from .python_engine import fill_nan_gradients
@@ -53,6 +53,7 @@ class SyncState:
 
     def _set_up(self) -> None:
         self._engine: Engine | None = None
+        self._failure: SyncError | None = None  # of the ranks' meeting, when there was no engine yet
         self._group: Any = None
         self._meeting: Meeting | None = None
         self._model: Model | None = None
@@ -152,7 +153,7 @@ class SyncState:
             self._step = self._engine.step
             self._totals.append(self._engine.stats())
             self._engine.close()
-        self._engine = None
+        self._engine = self._failure = None
         self._generation += 1
         _reset_ddp(self._module)
 
@@ -188,8 +189,10 @@ class SyncState:
         if self._engine is not None and self._model is not None and (not params or self._model.has(params[0])):
             return self._engine
         try:
+            self._raise_failure()
             return self._start(params)
-        except BaseException:
+        except BaseException as error:
+            self._failure = error if isinstance(error, SyncError) else None
             fill_nan_gradients(self._model.alive() if self._model is not None else params)
             raise
 
@@ -256,7 +259,12 @@ class SyncState:
             self._model = read_model(_inner(module), self.config)
         return self._model, self._group
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
     def _started(self) -> Engine:
+        self._raise_failure()
         if self._engine is None:
             raise GsyncError("no backward pass has been synchronised yet")
         return self._engine
