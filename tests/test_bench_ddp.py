@@ -54,6 +54,29 @@ def test_digits_under_torchs_own_hooks(tmp_path: Path) -> None:
     assert "BF16" in rows["bf16 hook"]["refused"] and "bf16 hook: not run: " in done.stdout
 
 
+def test_gsync_under_every_codec_and_exchange(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    done = bench(*SMALL, "--steps", "3", "--ranks-per-host", "3", "--rival", "gsync", "--slice-mb", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    results, rows = json.loads(path.read_text()), rows_of(path)
+    assert results["gsync_config"] == {"slice_mb": 1.0}
+    assert set(rows) == {"stock"} | {
+        f"{codec} {exchange}" for codec in ("fp32", "fp16", "bf16") for exchange in ("all_reduce", "scatter_gather")
+    }
+    numel = results["parameters"]
+    for name, row in rows.items():
+        assert "wrong" not in row and "refused" not in row, row
+        assert len(row["step_ms"]["samples"]) == 3
+        if name != "stock":
+            payload = numel * (4 if name.startswith("fp32") else 2)
+            assert row["wire_source"] == "stats" and row["stats"]["steps"] == 3
+            # 2 (W-1)/W of the payload, and above that flags and padding, which weigh in a model of 2 k parameters
+            assert 1.0 <= row["wire_bytes"] / (4 / 3 * payload) < 1.6
+    assert rows["bf16 scatter_gather"]["error"] < 2.0**-8
+    assert rows["fp32 scatter_gather"]["error"] < 2.0**-22
+
+
 def test_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", BENCH[2]]
     done = bench(*SMALL, *DDP_ONLY, "--steps", "2", command=torchrun)

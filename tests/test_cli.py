@@ -87,7 +87,7 @@ def test_doctor_names_the_odd_rank_under_srun() -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    signature = dict.fromkeys(("gsync", "torch", "build", "cuda", "nccl", "triton", "device", "backend"), "same")
+    signature = dict.fromkeys(doctor.SAME, "same")
     lines, odd = doctor.compare({0: {"host": "a", "signature": signature}, 2: {"host": "c", "signature": signature}}, 3)
     assert odd == [1]
     assert "rank 1" in lines[1] and "did not answer" in lines[1]
