@@ -110,14 +110,18 @@ def test_the_main_job_on_a_slow_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_namespaces_go_however_a_run_ends(how: signal.Signals) -> None:
     before = namespaces()
-    with subprocess.Popen([sys.executable, "-m", "gsync.benchmarks.ddp", *SMALL, *SLOW, "--steps", "100000"],
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:  # fmt: skip
+    command = [sys.executable, "-m", "gsync.benchmarks.ddp", *SMALL, *SLOW, "--steps", "100000"]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
         mine = wait_until(lambda: {name for name in namespaces() - before if f"-{run.pid}-" in name}, 60)
-        assert len(mine) >= 1
+        assert mine
         time.sleep(2.0)
         os.kill(run.pid, how)
         run.wait(timeout=30)
         assert wait_until(lambda: not mine & namespaces(), 20)
+    finally:
+        run.kill()
+        run.wait()
 
 
 def wait_until(condition, limit_s: float):  # type: ignore[no-untyped-def]
