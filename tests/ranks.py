@@ -11,6 +11,7 @@ none outlives it, however it ends.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -28,6 +29,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+_START_S = 120.0  # for a process to import torch, on a machine that is busy
 _TESTS = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -98,6 +100,7 @@ class _Worker:
     def __init__(self) -> None:
         self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (lives as long as the worker)
         self.connection, theirs = Pipe()
+        self.ready = False
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.process = subprocess.Popen(
@@ -109,6 +112,13 @@ class _Worker:
             stderr=subprocess.STDOUT,
         )  # stdin: the pipe whose end the worker watches
         theirs.close()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns when the process has imported torch: how long that takes differs more than some tests' time-outs."""
+        if not self.ready and self.connection.poll(timeout_s):
+            with contextlib.suppress(EOFError):  # it died: the call will tell
+                self.connection.recv_bytes()
+            self.ready = True
 
     def printed(self) -> str:
         self.log.seek(0)
@@ -163,6 +173,8 @@ def _run(
     module = sys.modules[fn.__module__]
     place = os.path.dirname(os.path.abspath(module.__file__ or ""))
     outcomes = [Outcome() for _ in workers]
+    for worker in workers:
+        worker.wait_until_ready(_START_S)
     started = time.monotonic()
     try:
         for rank, worker in enumerate(workers):
@@ -234,6 +246,7 @@ def _work(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     while True:
         try:
             call = pickle.loads(connection.recv_bytes())

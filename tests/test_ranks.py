@@ -37,6 +37,7 @@ def test_failures_are_told_and_nothing_is_left_running():
         run_on_ranks(_fail_on_one, 2, args=("raise",))
     outcomes = watch_ranks(_fail_on_one, 2, args=("die",))
     assert [outcome.exit_code for outcome in outcomes] == [0, 7]
+    run_on_ranks(_sum_of_ranks, 2, args=(1,))  # the time of the call alone, without that of new processes
     started = time.monotonic()
     with pytest.raises(RanksError, match="not finished after 6 s"):
         run_on_ranks(_fail_on_one, 2, timeout_s=6, args=("hang",))
