@@ -43,6 +43,20 @@ ElementType element_type(at::ScalarType type) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The layout of a slice whose payload is the bucket's own buffer: what travels is the gradients as they lie there, so there are
+// neither flags nor padding, and nothing is copied. `offsets`: bytes from the start of the buffer to each segment.
+Layout in_place_layout(Layout layout, const std::vector<int64_t>& offsets) {
+  layout.chunk_bytes = 0;
+  for (Share& share : layout.shares) {
+    if (share.segment < 0) continue;
+    share.codes_offset = offsets[share.segment] + share.element * static_cast<int64_t>(sizeof(float));
+    layout.chunk_bytes += share.numel * static_cast<int64_t>(sizeof(float));
+  }
+  std::erase_if(layout.tiles, [&](const Tile& tile) { return layout.shares[tile.share].segment < 0; });
+  layout.chunk_first_tile = {0, static_cast<int64_t>(layout.tiles.size())};
+  return layout;
+}
+
 }  // namespace
 
 size_t Parameters::KeyHash::operator()(const Key& key) const {
@@ -54,8 +68,8 @@ size_t Parameters::KeyHash::operator()(const Key& key) const {
 void Parameters::set(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
                      const std::vector<std::string>& codecs) {
   TORCH_CHECK_VALUE(names.size() == parameters.size() && codecs.size() == parameters.size(),
-                    "Engine.set_parameters: expected as many names and codecs as parameters, got ", parameters.size(), " parameters, ",
-                    names.size(), " names, ", codecs.size(), " codecs");
+                    "Engine.set_parameters: expected as many names and codecs as parameters, got ", parameters.size(),
+                    " parameters, ", names.size(), " names, ", codecs.size(), " codecs");
   std::vector<size_t> by_name(names.size());
   std::iota(by_name.begin(), by_name.end(), size_t{0});
   std::sort(by_name.begin(), by_name.end(), [&](size_t a, size_t b) { return names[a] < names[b]; });
@@ -63,7 +77,8 @@ void Parameters::set(const std::vector<at::Tensor>& parameters, const std::vecto
   std::unordered_map<const c10::TensorImpl*, Entry> table;
   for (size_t idx = 0; idx < by_name.size(); ++idx) {
     const size_t i = by_name[idx];
-    TORCH_CHECK_VALUE(idx == 0 || names[by_name[idx - 1]] != names[i], "Engine.set_parameters: two parameters are named ", names[i]);
+    TORCH_CHECK_VALUE(idx == 0 || names[by_name[idx - 1]] != names[i], "Engine.set_parameters: two parameters are named ",
+                      names[i]);
     Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(parameters[i].getIntrusivePtr()), hash64(names[i]), codec_of(codecs[i]),
                 static_cast<int64_t>(idx)};
     const bool is_new = table.emplace(parameters[i].unsafeGetTensorImpl(), std::move(entry)).second;
@@ -88,8 +103,8 @@ std::shared_ptr<BucketPlan> Parameters::sparse_plan(const Bucket& bucket) const 
   Part& part = plan->parts.emplace_back();
   for (const at::Tensor& parameter : bucket.parameters) {
     const auto entry = table_.find(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ", parameter.sizes(),
-                      " that set_parameters did not get");
+    TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ",
+                      parameter.sizes(), " that set_parameters did not get");
     part.norm_idx.push_back(entry->second.norm_idx);
   }
   const auto doubles = at::TensorOptions().dtype(at::kDouble).device(device_);
@@ -117,8 +132,8 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
   int64_t numel = 0;
   for (const at::Tensor& parameter : bucket.parameters) {
     const auto entry = table_.find(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ", parameter.sizes(),
-                      " that set_parameters did not get");
+    TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ",
+                      parameter.sizes(), " that set_parameters did not get");
     // DDP gives a complex parameter a buffer of real numbers, in pairs.
     const bool in_pairs = parameter.is_complex() && !bucket.buffer.is_complex();
     const int64_t segment_numel = parameter.numel() * (in_pairs ? 2 : type.per_element);
@@ -138,10 +153,13 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
   const auto doubles = at::TensorOptions().dtype(at::kDouble).device(device_);
   for (auto& [codec, draft] : drafts) {
     Part& part = draft.part;
+    part.in_place = device_.is_cpu() && drafts.size() == 1 && exchange_.num_chunks() == 1 && type.dtype == Dtype::kFp32 &&
+                    draft.segments.front().codec == Kind::kFp32;
     const int64_t num_tiles = std::max<int64_t>(1, ceil_div(draft.numel, kTileElements));
     const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, slice_bytes_), 1, num_tiles);
     for (int64_t slice = 0; slice < num_slices; ++slice) {
       auto layout = std::make_shared<Layout>(build_layout(draft.segments, exchange_.num_chunks(), slice, num_slices));
+      if (part.in_place) *layout = in_place_layout(std::move(*layout), part.offsets);
       if (slice == 0) {
         part.partials = at::zeros({layout->num_partials}, doubles);
         part.sum_of_squares = at::zeros({layout->num_segments}, doubles);

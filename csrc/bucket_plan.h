@@ -34,6 +34,7 @@ struct Part {
   at::Tensor sum_of_squares;       // fp64 on the device: one per segment
   at::Tensor norm_idx_on_device;   // made when first asked for
   bool is_fp16 = false;            // its vanished values are counted
+  bool in_place = false;           // the buffer is the payload; see in_place_layout()
 };
 
 struct BucketPlan {
@@ -53,7 +54,8 @@ class Parameters {
       : exchange_(exchange), device_(device), slice_bytes_(slice_bytes) {}
 
   /// One name and codec ("fp32", "fp16", "bf16") for each parameter. Holds the parameters weakly; forgets all plans.
-  void set(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, const std::vector<std::string>& codecs);
+  void set(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+           const std::vector<std::string>& codecs);
   int64_t size() const { return static_cast<int64_t>(table_.size()); }
 
   /// The plan for a dense bucket, from the cache when the same parameters came before.
