@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import random
+import time
 import weakref
 
 import numpy as np
@@ -303,7 +304,10 @@ def _leaks(backend):
         assert [reference() for reference in alive] == [None, None, None]
         with open("/proc/self/statm") as file:
             sizes.append(int(file.read().split()[1]) * 4096)
-    assert threading.active_count() == threads
+    until = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < until:  # a closed engine's thread ends soon, not at once
+        time.sleep(0.05)
+    assert threading.active_count() <= threads, threading.enumerate()
     assert sizes[-1] - sizes[9] < 30 * 2**20, sizes
 
 
@@ -348,7 +352,8 @@ def test_models_are_collected(engine):
 
 def test_without_a_process_group():
     """A state may be built before the group; the first use without one says what is missing."""
-    state = gsync.SyncState(module=mlp())
+    module = mlp()  # a state holds it weakly
+    state = gsync.SyncState(module=module)
     assert state.state_dict()["rank"] == -1
     with pytest.raises(gsync.GsyncError, match=r"call torch\.distributed.init_process_group first"):
         state.engine_for([])
