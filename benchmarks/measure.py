@@ -88,7 +88,7 @@ class Job:
         contenders = [Contender(None, *self._model(None), Armed(lambda: 0.0))]
         for idx, rival in enumerate(rivals):
             self.progress.phase("arming", idx, len(rivals), rival.label)
-            group = dist.new_group() if rival.own_group else None
+            group: Any = dist.new_group() if rival.own_group else None
             model, optimizer = self._model(rival, group)
             armed, reason = None, ""
             try:

@@ -1,10 +1,10 @@
 #include "ddp_hook.h"
 
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 #include <vector>
 

@@ -102,7 +102,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<BucketJob>();
   job->result = result ? std::move(*result) : c10::IValue(bucket.buffer);
-  const c10::TypePtr type = job->result.isPyObject() ? c10::TypePtr(c10::PyObjectType::get()) : c10::TypePtr(c10::TensorType::get());
+  const c10::TypePtr type =
+      job->result.isPyObject() ? c10::TypePtr(c10::PyObjectType::get()) : c10::TypePtr(c10::TensorType::get());
   const auto devices = options_.device.is_cpu() ? std::vector<c10::Device>{} : std::vector<c10::Device>{options_.device};
   job->future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
   job->bucket = std::move(bucket);
@@ -231,7 +232,8 @@ void Engine::finish_step_on_device(int64_t step) {
 
 void Engine::see_counters(const int64_t* counters) {
   std::copy_n(counters, known_counters_.size(), known_counters_.begin());
-  const double vanished_share = static_cast<double>(known_counters_[1]) / static_cast<double>(std::max<int64_t>(1, known_counters_[0]));
+  const double vanished_share =
+      static_cast<double>(known_counters_[1]) / static_cast<double>(std::max<int64_t>(1, known_counters_[0]));
   if (vanished_share > kFp16WarningShare && !fp16_warned_) {
     fp16_warned_ = true;
     fp16_warning_due_.store(true);
@@ -308,8 +310,7 @@ void Engine::close() noexcept {
       c10::Event last(options_.device.type());
       last.record(*stream_);
       while (!last.query() && !failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    } catch (...) {
-    }
+    } catch (...) {}
   }
   if (watchdog_) watchdog_->close();
   executor_->close();

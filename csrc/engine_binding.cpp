@@ -1,6 +1,5 @@
-#include <torch/csrc/utils/pybind.h>
-
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <memory>
@@ -26,7 +25,8 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
 // of process groups costs ten seconds.
 c10::intrusive_ptr<c10d::Backend> backend_of(const py::object& group, const std::string& device) {
   if (!py::hasattr(group, "_get_backend")) return group.cast<c10::intrusive_ptr<c10d::Backend>>();
-  return group.attr("_get_backend")(py::module_::import("torch").attr("device")(device)).cast<c10::intrusive_ptr<c10d::Backend>>();
+  return group.attr("_get_backend")(py::module_::import("torch").attr("device")(device))
+      .cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
 // The engine's threads may be about to take Python's lock, for a callback of a future, when the last reference goes.
@@ -118,16 +118,17 @@ void bind_engine(py::module_& module) {
       .def("abort", &Transport::abort, no_gil(), "Ends the communicators, so that the other ranks fail at once.");
 
   py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(module, "C10dTransport", "Transport over process groups.")
-      .def(py::init([](const py::object& main, const py::object& gather, int rank, int size, double timeout_s, const std::string& device,
-                       bool owned) {
-             return std::make_shared<C10dTransport>(backend_of(main, device), backend_of(gather, device), rank, size,
-                                                    to_milliseconds(timeout_s), owned);
-           }),
-           py::arg("main"), py::arg("gather"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"), py::arg("device") = "cpu",
-           py::arg("owned") = true,
-           "Takes two groups (or Backends) of the same ranks over: main for all_reduce and all_to_all, gather for all_gather.\n\n"
-           "owned=True: nobody else may hold a reference to them, since Gloo tells the other ranks of a failure only by destroying\n"
-           "the group. owned=False: the groups belong to the user and are never aborted.");
+      .def(
+          py::init([](const py::object& main, const py::object& gather, int rank, int size, double timeout_s,
+                      const std::string& device, bool owned) {
+            return std::make_shared<C10dTransport>(backend_of(main, device), backend_of(gather, device), rank, size,
+                                                   to_milliseconds(timeout_s), owned);
+          }),
+          py::arg("main"), py::arg("gather"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"), py::arg("device") = "cpu",
+          py::arg("owned") = true,
+          "Takes two groups (or Backends) of the same ranks over: main for all_reduce and all_to_all, gather for all_gather.\n\n"
+          "owned=True: nobody else may hold a reference to them, since Gloo tells the other ranks of a failure only by destroying\n"
+          "the group. owned=False: the groups belong to the user and are never aborted.");
 
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport",
                                                                        "Transport over a NCCL communicator of its own.")
@@ -135,10 +136,11 @@ void bind_engine(py::module_& module) {
                        std::optional<int> min_ctas, std::optional<int> max_ctas, const std::string& library) {
              const py::gil_scoped_release gil_released;
              return std::make_shared<NcclTransport>(std::move(store), rank, size, c10::Device(device), to_milliseconds(timeout_s),
-                                                    min_ctas.value_or(nccl::kUndefined), max_ctas.value_or(nccl::kUndefined), library);
+                                                    min_ctas.value_or(nccl::kUndefined), max_ctas.value_or(nccl::kUndefined),
+                                                    library);
            }),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout_s"), py::arg("min_ctas") = py::none(),
-           py::arg("max_ctas") = py::none(), py::arg("library") = "libnccl.so.2",
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout_s"),
+           py::arg("min_ctas") = py::none(), py::arg("max_ctas") = py::none(), py::arg("library") = "libnccl.so.2",
            "Collective: every rank makes one, with a store that nobody else uses.");
 
   const auto live = std::make_shared<LiveEngines>();
@@ -153,8 +155,8 @@ void bind_engine(py::module_& module) {
              live->add(engine);
              return engine;
            }),
-           py::arg("transport").none(true), py::arg("device"), py::arg("world_size"), py::arg("rank"),
-           py::arg("exchange"), py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
+           py::arg("transport").none(true), py::arg("device"), py::arg("world_size"), py::arg("rank"), py::arg("exchange"),
+           py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
            py::arg("label") = "")
       .def("set_parameters", &Engine::set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"), no_gil())
       .def("stats", &stats_of)

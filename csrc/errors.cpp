@@ -1,9 +1,8 @@
 #include "errors.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/Exceptions.h>
-
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <string>
 #include <utility>

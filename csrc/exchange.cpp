@@ -79,7 +79,8 @@ class ScatterGather final : public Exchange {
     grow(buffers.received, layout.layout().payload_bytes(), layout.device());
     grow(buffers.reduced, layout.layout().chunk_bytes, layout.device());
   }
-  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream stream) const override {
+  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers,
+                                    c10::Stream stream) const override {
     const int64_t chunk_bytes = layout.layout().chunk_bytes;
     const at::Tensor payload = first(buffers.payload, world_size_ * chunk_bytes);
     if (stage == 0) return transport_->all_to_all(first(buffers.received, world_size_ * chunk_bytes), payload);
@@ -109,7 +110,8 @@ int64_t SliceBuffers::bytes() const {
 }
 
 std::unique_ptr<Exchange> make_exchange(const std::string& name, std::shared_ptr<Transport> transport, int rank, int world_size) {
-  TORCH_CHECK_VALUE(name == "all_reduce" || name == "scatter_gather", "Engine: exchange must be all_reduce or scatter_gather, got ", name);
+  TORCH_CHECK_VALUE(name == "all_reduce" || name == "scatter_gather",
+                    "Engine: exchange must be all_reduce or scatter_gather, got ", name);
   if (!transport) return std::make_unique<Local>();
   if (name == "all_reduce") return std::make_unique<AllReduce>(std::move(transport), world_size);
   return std::make_unique<ScatterGather>(std::move(transport), rank, world_size);

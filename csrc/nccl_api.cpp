@@ -1,7 +1,6 @@
 #include "nccl_api.h"
 
 #include <c10/util/Exception.h>
-
 #include <dlfcn.h>
 
 namespace gsync::nccl {
@@ -40,8 +39,9 @@ std::shared_ptr<const Api> load(const std::string& library) {
 
   int version = 0;
   const Result result = api->get_version(&version);
-  TORCH_CHECK(result == kSuccess && version >= kConfigVersion, "gsync: transport nccl needs NCCL 2.18 or later, found version code ", version,
-              " in ", library, "; transport='process_group' works with older ones");
+  TORCH_CHECK(result == kSuccess && version >= kConfigVersion,
+              "gsync: transport nccl needs NCCL 2.18 or later, found version code ", version, " in ", library,
+              "; transport='process_group' works with older ones");
   return api;
 }
 

@@ -54,7 +54,8 @@ NcclTransport::NcclTransport(c10::intrusive_ptr<c10d::Store> store, int rank, in
   } else {
     store->wait({kUniqueIdKey}, timeout_);
     const std::vector<uint8_t> bytes = store->get(kUniqueIdKey);
-    TORCH_CHECK(bytes.size() == sizeof(id.internal), "gsync: NCCL's unique id has ", bytes.size(), " bytes, expected ", sizeof(id.internal));
+    TORCH_CHECK(bytes.size() == sizeof(id.internal), "gsync: NCCL's unique id has ", bytes.size(), " bytes, expected ",
+                sizeof(id.internal));
     std::memcpy(id.internal, bytes.data(), bytes.size());
   }
   nccl::Config config;
@@ -178,7 +179,8 @@ std::string NcclTransport::async_error() {
   if (asked != nccl::kSuccess) state = asked;
   if (state == nccl::kSuccess || state == nccl::kInProgress) return {};
   const char* detail = api_->get_last_error(comm_);
-  return std::string("NCCL: ") + api_->get_error_string(state) + (detail != nullptr && *detail != '\0' ? std::string(": ") + detail : "");
+  return std::string("NCCL: ") + api_->get_error_string(state) +
+         (detail != nullptr && *detail != '\0' ? std::string(": ") + detail : "");
 }
 
 void NcclTransport::abort() noexcept {

@@ -1,11 +1,10 @@
 // Transport over a NCCL communicator of our own, apart from the one that torch uses.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "nccl_api.h"
 #include "transport.h"

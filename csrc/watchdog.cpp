@@ -15,8 +15,12 @@ constexpr std::chrono::milliseconds kInterval{100};
 
 }  // namespace
 
-Watchdog::Watchdog(std::shared_ptr<Transport> transport, c10::Device device, std::chrono::milliseconds timeout, OnFailure on_failure)
-    : transport_(std::move(transport)), device_(device), timeout_(timeout), on_failure_(std::move(on_failure)),
+Watchdog::Watchdog(std::shared_ptr<Transport> transport, c10::Device device, std::chrono::milliseconds timeout,
+                   OnFailure on_failure)
+    : transport_(std::move(transport)),
+      device_(device),
+      timeout_(timeout),
+      on_failure_(std::move(on_failure)),
       oldest_since_(Clock::now()) {
   thread_ = std::thread([this] { run(); });
 }

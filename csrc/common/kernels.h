@@ -23,28 +23,28 @@ struct LayoutView {
 struct PackArgs {
   LayoutView layout;
   const void* const* gradients;  // [num_segments] on the host; null: the rank did not use the parameter (packs as zeros, flag 0)
-  uint8_t* payload;              // [num_chunks * chunk_bytes]; every byte is written
-  float scale;                   // multiplies each gradient in fp32 before the cast
+  uint8_t* payload;  // [num_chunks * chunk_bytes]; every byte is written
+  float scale;  // multiplies each gradient in fp32 before the cast
   // [2] int64 or null: adds the elements that are not zero, and those of them that became zero (fp16 range check).
   int64_t* counters;
 };
 
 struct ReduceArgs {
-  LayoutView layout;               // tiles: those of one chunk only
+  LayoutView layout;  // tiles: those of one chunk only
   const uint8_t* const* payloads;  // [num_payloads] on the host: that chunk as each rank sent it
   int64_t num_payloads;
-  uint8_t* out;                    // [chunk_bytes]
-  float scale;                     // multiplies the sum
+  uint8_t* out;  // [chunk_bytes]
+  float scale;  // multiplies the sum
 };
 
 struct UnpackArgs {
   LayoutView layout;
-  const uint8_t* payload;         // [num_chunks * chunk_bytes]
-  void* const* gradients;         // [num_segments] on the host; null: decode for the sums only
-  double* partials;               // one sum of squares per tile, at Share::first_partial + Tile::index
-  int32_t* found_nonfinite;       // set to 1 when any value written is Inf or NaN; never cleared
+  const uint8_t* payload;  // [num_chunks * chunk_bytes]
+  void* const* gradients;  // [num_segments] on the host; null: decode for the sums only
+  double* partials;  // one sum of squares per tile, at Share::first_partial + Tile::index
+  int32_t* found_nonfinite;  // set to 1 when any value written is Inf or NaN; never cleared
   const SegmentPartials* segments;  // null: leave the partials unsummed (all slices of a bucket but its last)
-  double* sum_of_squares;         // [num_segments], written when segments is given
+  double* sum_of_squares;  // [num_segments], written when segments is given
   // Word in memory that host and device share, or null. Not zero: the exchange failed, NaN is written instead.
   const int32_t* failed;
 };
