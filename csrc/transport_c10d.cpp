@@ -46,6 +46,9 @@ class DeviceCollective final : public Collective {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
+// Of messages between peers; the lane's number is added. Gloo keeps those of collectives apart by itself.
+constexpr int kTag = 0x67730000;
+
 template <typename Options>
 Options with_timeout(std::chrono::milliseconds timeout) {
   Options options;
@@ -57,7 +60,12 @@ Options with_timeout(std::chrono::milliseconds timeout) {
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> main, c10::intrusive_ptr<c10d::Backend> gather, int rank, int size,
                              std::chrono::milliseconds timeout, bool owned)
-    : name_(main->getBackendName()), num_lanes_(main == gather ? 1 : 2), size_(size), timeout_(timeout), owned_(owned) {
+    : peers_{{rank, size, kTag, timeout}, {rank, size, kTag + 1, timeout}},
+      name_(main->getBackendName()),
+      num_lanes_(main == gather ? 1 : 2),
+      size_(size),
+      timeout_(timeout),
+      owned_(owned) {
   for (const auto& backend : {main, gather}) {
     TORCH_CHECK_VALUE(backend->getRank() == rank && backend->getSize() == size, "C10dTransport: expected a group where this process is rank ",
                       rank, " of ", size, ", got one where it is rank ", backend->getRank(), " of ", backend->getSize());
@@ -82,12 +90,12 @@ c10::intrusive_ptr<c10d::Backend> C10dTransport::lane(int idx) {
 std::shared_ptr<Collective> C10dTransport::under_way(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return std::make_shared<DeviceCollective>(std::move(work));
   if (!any_thread()) return std::make_shared<BlockingCollective>(std::move(work));
-  std::shared_ptr<std::function<void()>> wake;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    wake = wake_;
-  }
-  return std::make_shared<HostCollective>(std::move(work), std::move(wake));
+  return std::make_shared<HostCollective>(std::move(work), wake());
+}
+
+std::shared_ptr<std::function<void()>> C10dTransport::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return wake_;
 }
 
 std::shared_ptr<Collective> C10dTransport::all_reduce(const at::Tensor& payload) {
@@ -96,6 +104,7 @@ std::shared_ptr<Collective> C10dTransport::all_reduce(const at::Tensor& payload)
 }
 
 std::shared_ptr<Collective> C10dTransport::all_to_all(const at::Tensor& out, const at::Tensor& in) {
+  if (any_thread() && out.is_cpu()) return peers_[0].exchange(*lane(0), out.chunk(size_), in.chunk(size_), wake());
   at::Tensor output = out;
   at::Tensor input = in;
   std::vector<int64_t> equal_splits;
@@ -104,16 +113,12 @@ std::shared_ptr<Collective> C10dTransport::all_to_all(const at::Tensor& out, con
 }
 
 std::shared_ptr<Collective> C10dTransport::all_gather(const at::Tensor& out, const at::Tensor& in) {
-  const auto options = with_timeout<c10d::AllgatherOptions>(timeout_);
-  if (any_thread()) {
-    // Gloo's _allgather_base gathers into a temporary and copies; the coalesced form writes where it should.
-    std::vector<at::Tensor> outputs{out};
-    std::vector<at::Tensor> inputs{in};
-    return under_way(lane(1)->allgather_into_tensor_coalesced(outputs, inputs, options), out);
+  if (any_thread() && out.is_cpu()) {
+    return peers_[1].exchange(*lane(1), out.chunk(size_), std::vector<at::Tensor>(size_, in), wake());
   }
   at::Tensor output = out;
   at::Tensor input = in;
-  return under_way(lane(1)->_allgather_base(output, input, options), out);
+  return under_way(lane(1)->_allgather_base(output, input, with_timeout<c10d::AllgatherOptions>(timeout_)), out);
 }
 
 std::shared_ptr<Collective> C10dTransport::all_reduce_sparse(const at::Tensor& gradient) {
@@ -132,6 +137,7 @@ void C10dTransport::abort() noexcept {
     std::swap(lanes[1], lanes_[1]);
   }
   if (!lanes[0]) return;
+  for (PeerLane& peers : peers_) peers.abort();
   if (owned_ && !any_thread()) {
     for (auto& backend : lanes) {
       try {
@@ -142,8 +148,8 @@ void C10dTransport::abort() noexcept {
     return;
   }
   // Gloo cannot abort, but closes its connections when the group is destroyed, which the other ranks notice at once. The
-  // destructor waits for collectives under way, at most the time-out, so it runs in a thread of its own. That thread owns all
-  // it touches, so the process may end while it waits.
+  // destructor waits for collectives of Gloo's own under way, at most the time-out, so it runs in a thread of its own. That
+  // thread owns all it touches, so the process may end while it waits.
   try {
     std::thread([main = std::move(lanes[0]), gather = std::move(lanes[1])]() mutable {
       main.reset();

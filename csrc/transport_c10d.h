@@ -1,4 +1,5 @@
-// Transport over c10d process groups: Gloo and others on the host, NCCL and others on a device.
+// Transport over c10d process groups: Gloo and others on the host, NCCL and others on a device. Over Gloo, all_to_all and
+// all_gather are made of sends and receives (peer_lane.h).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -6,6 +7,7 @@
 #include <chrono>
 #include <mutex>
 
+#include "peer_lane.h"
 #include "transport.h"
 
 namespace gsync {
@@ -37,9 +39,11 @@ class C10dTransport final : public Transport {
  private:
   c10::intrusive_ptr<c10d::Backend> lane(int idx);
   std::shared_ptr<Collective> under_way(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor);
+  std::shared_ptr<std::function<void()>> wake();
 
   std::mutex mutex_;  // guards lanes_ and wake_
   c10::intrusive_ptr<c10d::Backend> lanes_[2];
+  PeerLane peers_[2];  // Gloo on the host: what moves chunks over the lanes
   std::shared_ptr<std::function<void()>> wake_;
   std::string name_;
   int num_lanes_;
