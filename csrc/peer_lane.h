@@ -12,11 +12,10 @@
 // Gloo's sends and receives have no future, hence the thread. It starts with the first exchange.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "transport.h"

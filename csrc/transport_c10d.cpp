@@ -67,8 +67,9 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> main, c10::intrus
       timeout_(timeout),
       owned_(owned) {
   for (const auto& backend : {main, gather}) {
-    TORCH_CHECK_VALUE(backend->getRank() == rank && backend->getSize() == size, "C10dTransport: expected a group where this process is rank ",
-                      rank, " of ", size, ", got one where it is rank ", backend->getRank(), " of ", backend->getSize());
+    TORCH_CHECK_VALUE(backend->getRank() == rank && backend->getSize() == size,
+                      "C10dTransport: expected a group where this process is rank ", rank, " of ", size,
+                      ", got one where it is rank ", backend->getRank(), " of ", backend->getSize());
   }
   lanes_[0] = std::move(main);
   lanes_[1] = std::move(gather);

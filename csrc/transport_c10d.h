@@ -2,10 +2,9 @@
 // all_gather are made of sends and receives (peer_lane.h).
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <chrono>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "peer_lane.h"
 #include "transport.h"
