@@ -30,8 +30,7 @@ void run_in_order(const Pipeline& pipeline, const std::shared_ptr<BucketJob>& jo
   for (int64_t number = 0; number < count; ++number) {
     const auto flow = make_flow(pipeline, job, number, buffers);
     flow->start(stream);
-    while (!flow->advance(stream)) {
-    }
+    while (!flow->advance(stream)) {}
   }
 }
 
@@ -132,8 +131,8 @@ void WorkerExecutor::run() {
     if (Clock::now() >= until) {
       const double seconds = static_cast<double>(timeout_.count()) / 1000.0;
       events_.failed_in(under_way_.front().flow->job().get(),
-           std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(seconds) + " s in a collective over " +
-                                                      pipeline_.transport->name())));
+                        std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(seconds) +
+                                                                   " s in a collective over " + pipeline_.transport->name())));
       continue;
     }
     signal_->wait_until(until);
