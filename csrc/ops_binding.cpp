@@ -34,13 +34,18 @@ c10::Stream current_stream(c10::Device device) {
 class LayoutHandle {
  public:
   LayoutHandle(const std::vector<int64_t>& numels, const std::vector<int>& dtypes, const std::vector<int>& codecs,
-               const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
-    TORCH_CHECK_VALUE(dtypes.size() == numels.size() && codecs.size() == numels.size() && hashes.size() == numels.size(),
-                      "layout: numels, dtypes, codecs, hashes have ", numels.size(), ", ", dtypes.size(), ", ", codecs.size(),
-                      ", ", hashes.size(), " elements, expected the same number");
+               const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices,
+               const std::optional<std::vector<int64_t>>& block_sizes) {
+    const size_t count = numels.size();
+    TORCH_CHECK_VALUE(dtypes.size() == count && codecs.size() == count && hashes.size() == count &&
+                          (!block_sizes || block_sizes->size() == count),
+                      "layout: numels, dtypes, codecs, hashes, block_sizes have ", count, ", ", dtypes.size(), ", ",
+                      codecs.size(), ", ", hashes.size(), ", ", block_sizes ? block_sizes->size() : count,
+                      " elements, expected the same number");
     std::vector<Segment> segments;
     for (size_t i = 0; i < numels.size(); ++i) {
-      segments.push_back({numels[i], static_cast<Dtype>(dtypes[i]), static_cast<Kind>(codecs[i]), hashes[i]});
+      segments.push_back({numels[i], static_cast<Dtype>(dtypes[i]), static_cast<Kind>(codecs[i]), hashes[i],
+                          block_sizes ? (*block_sizes)[i] : 0});
     }
     layout_ = std::make_shared<const Layout>(build_layout(segments, num_chunks, slice_idx, num_slices));
     dtypes_ = dtypes;
@@ -143,8 +148,48 @@ void for_tiles(int64_t num_tiles, const Kernel& kernel) {
   at::parallel_for(0, num_tiles, kTilesPerTask, kernel);
 }
 
+/// What EncodeOptions points to, kept while a kernel is enqueued.
+struct Encoding {
+  std::vector<float*> residuals;
+  EncodeOptions options;
+};
+
+// chunk: whose shares the residuals hold, -1: all of each parameter.
+Encoding parse_encoding(const char* operation, const LayoutHandle& handle, int64_t chunk, int64_t num_tiles, c10::Device device,
+                        const std::optional<OptionalTensors>& residuals, const std::optional<uint64_t>& random_key,
+                        const std::optional<at::Tensor>& error_sums) {
+  Encoding encoding;
+  if (residuals) {
+    const Layout& layout = handle.layout();
+    TORCH_CHECK_VALUE(static_cast<int64_t>(residuals->size()) == layout.num_segments, operation, ": residuals has ",
+                      residuals->size(), " entries, expected ", layout.num_segments);
+    for (size_t i = 0; i < residuals->size(); ++i) {
+      encoding.residuals.push_back(nullptr);
+      if (!(*residuals)[i]) continue;
+      const at::Tensor& residual = *(*residuals)[i];
+      const Segment& segment = layout.segments[i];
+      const Run held = chunk < 0 ? Run{0, segment.numel} : share_of(segment, chunk, layout.num_chunks);
+      check_table(operation, "a residual", residual, at::kFloat, held.numel, device);
+      if (held.numel == 0) continue;
+      // As the address of element 0, though only the elements held are there.
+      const auto address = reinterpret_cast<uintptr_t>(residual.mutable_data_ptr()) - held.element * sizeof(float);
+      encoding.residuals.back() = reinterpret_cast<float*>(address);
+    }
+    encoding.options.residuals = encoding.residuals.data();
+  }
+  encoding.options.stochastic = random_key.has_value();
+  encoding.options.random_key = random_key.value_or(0);
+  if (error_sums) {
+    check_table(operation, "error_sums", *error_sums, at::kDouble, num_tiles * kErrorSums, device);
+    encoding.options.error_sums = static_cast<double*>(error_sums->mutable_data_ptr());
+  }
+  return encoding;
+}
+
 void pack_tensors(LayoutHandle& handle, const OptionalTensors& gradients, const at::Tensor& payload, double scale,
-                  const std::optional<at::Tensor>& counters, const std::optional<std::string>& cpu_level) {
+                  const std::optional<at::Tensor>& counters, const std::optional<OptionalTensors>& residuals,
+                  const std::optional<uint64_t>& random_key, const std::optional<at::Tensor>& error_sums,
+                  const std::optional<std::string>& cpu_level) {
   const c10::Device device = payload.device();
   check_bytes("pack", "payload", payload, handle.layout().payload_bytes());
   if (counters) check_table("pack", "counters", *counters, at::kLong, 2, device);
@@ -152,16 +197,19 @@ void pack_tensors(LayoutHandle& handle, const OptionalTensors& gradients, const 
   const cpu::Level level = parse_level(cpu_level);
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   auto* counts = counters ? static_cast<int64_t*>(counters->mutable_data_ptr()) : nullptr;
+  const auto num_tiles = static_cast<int64_t>(handle.layout().tiles.size());
+  const Encoding encoding = parse_encoding("pack", handle, -1, num_tiles, device, residuals, random_key, error_sums);
   const py::gil_scoped_release no_gil;
   const c10::Stream stream = current_stream(device);
   const DeviceLayout& layout = handle.on(stream);
-  if (!device.is_cpu()) return pack(layout, pointers.data(), out, static_cast<float>(scale), counts, stream);
-  const PackArgs args{layout.view(), pointers.data(), out, static_cast<float>(scale), counts};
+  if (!device.is_cpu()) return pack(layout, pointers.data(), out, static_cast<float>(scale), counts, stream, encoding.options);
+  const PackArgs args{layout.view(), pointers.data(), out, static_cast<float>(scale), counts, encoding.options};
   for_tiles(args.layout.num_tiles, [&](int64_t first, int64_t last) { cpu::pack(args, first, last, level); });
 }
 
 void reduce_tensors(LayoutHandle& handle, int64_t chunk, const std::vector<at::Tensor>& payloads, const at::Tensor& out,
-                    double scale, const std::optional<std::string>& cpu_level) {
+                    double scale, const std::optional<OptionalTensors>& residuals, const std::optional<uint64_t>& random_key,
+                    const std::optional<at::Tensor>& error_sums, const std::optional<std::string>& cpu_level) {
   const c10::Device device = out.device();
   TORCH_CHECK_VALUE(chunk >= 0 && chunk < handle.layout().num_chunks, "reduce: chunk is ", chunk, ", expected 0 to ",
                     handle.layout().num_chunks - 1);
@@ -176,13 +224,17 @@ void reduce_tensors(LayoutHandle& handle, int64_t chunk, const std::vector<at::T
   const cpu::Level level = parse_level(cpu_level);
   auto* bytes = static_cast<uint8_t*>(out.mutable_data_ptr());
   const auto num_payloads = static_cast<int64_t>(pointers.size());
+  const auto& first_tile = handle.layout().chunk_first_tile;
+  const Encoding encoding = parse_encoding("reduce", handle, chunk, first_tile[chunk + 1] - first_tile[chunk], device, residuals,
+                                           random_key, error_sums);
   const py::gil_scoped_release no_gil;
   const c10::Stream stream = current_stream(device);
   const DeviceLayout& layout = handle.on(stream);
   if (!device.is_cpu()) {
-    return reduce(layout, chunk, pointers.data(), num_payloads, bytes, static_cast<float>(scale), stream);
+    return reduce(layout, chunk, pointers.data(), num_payloads, bytes, static_cast<float>(scale), stream, encoding.options);
   }
-  const ReduceArgs args{layout.view_of_chunk(chunk), pointers.data(), num_payloads, bytes, static_cast<float>(scale)};
+  const ReduceArgs args{layout.view_of_chunk(chunk), pointers.data(), num_payloads, bytes,
+                        static_cast<float>(scale),   encoding.options};
   for_tiles(args.layout.num_tiles, [&](int64_t first, int64_t last) { cpu::reduce(args, first, last, level); });
 }
 
@@ -218,7 +270,7 @@ py::list shares_of(const LayoutHandle& handle) {
   for (const Share& s : handle.layout().shares) {
     rows.append(py::make_tuple(s.element, s.numel, s.codes_offset, s.scales_offset, s.first_partial, s.name_hash, s.segment,
                                s.chunk, s.block_size, static_cast<int>(s.kind), static_cast<int>(s.dtype),
-                               static_cast<int>(s.flag_kind), static_cast<int>(s.reserved)));
+                               static_cast<int>(s.flag_kind), static_cast<int>(s.scales_padding)));
   }
   return rows;
 }
@@ -249,11 +301,12 @@ void bind_ops(py::module_& module) {
   module.def(
       "layout",
       [](const std::vector<int64_t>& numels, const std::vector<int>& dtypes, const std::vector<int>& codecs,
-         const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
-        return std::make_unique<LayoutHandle>(numels, dtypes, codecs, hashes, num_chunks, slice_idx, num_slices);
+         const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices,
+         const std::optional<std::vector<int64_t>>& block_sizes) {
+        return std::make_unique<LayoutHandle>(numels, dtypes, codecs, hashes, num_chunks, slice_idx, num_slices, block_sizes);
       },
       py::arg("numels"), py::arg("dtypes"), py::arg("codecs"), py::arg("hashes"), py::arg("num_chunks"), py::arg("slice_idx") = 0,
-      py::arg("num_slices") = 1);
+      py::arg("num_slices") = 1, py::arg("block_sizes") = py::none());
   module.def("hash64", [](const std::string& name) { return hash64(name); });
   module.def("has_kernels", [](const std::string& device_type) { return has_kernels(c10::Device(device_type).type()); });
   module.def("cpu_levels", [] {
@@ -262,9 +315,11 @@ void bind_ops(py::module_& module) {
     return names;
   });
   module.def("pack", &pack_tensors, py::arg("layout"), py::arg("gradients"), py::arg("payload"), py::arg("scale"),
-             py::arg("counters") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
+             py::arg("counters") = py::none(), py::arg("residuals") = py::none(), py::arg("random_key") = py::none(),
+             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
   module.def("reduce", &reduce_tensors, py::arg("layout"), py::arg("chunk"), py::arg("payloads"), py::arg("out"),
-             py::arg("scale"), py::kw_only(), py::arg("cpu_level") = py::none());
+             py::arg("scale"), py::arg("residuals") = py::none(), py::arg("random_key") = py::none(),
+             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
   module.def("unpack", &unpack_tensors, py::arg("layout"), py::arg("payload"), py::arg("gradients"), py::arg("partials"),
              py::arg("found_nonfinite"), py::arg("finalize"), py::arg("sum_of_squares") = py::none(), py::kw_only(),
              py::arg("cpu_level") = py::none());

@@ -53,15 +53,16 @@ bool has_kernels(c10::DeviceType type);
 
 // On a CPU device these run on the calling thread, whose floating-point mode does not matter; `stream` is not looked at.
 // Otherwise they only enqueue on `stream`. Tables of pointers are host memory and may be reused when the call returns;
-// everything they point to, and every other pointer, is memory of the layout's device. See kernels.h for each argument.
+// everything they point to, and every other pointer, is memory of the layout's device. See kernels.h for each argument, residuals
+// and the rest of EncodeOptions included.
 
 /// Writes every byte of `payload` [layout.payload_bytes(), aligned to 16 bytes].
 void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* payload, float scale, int64_t* counters,
-          c10::Stream stream);
+          c10::Stream stream, const EncodeOptions& encode = {});
 
 /// Writes every byte of `out` [layout.chunk_bytes, aligned to 16 bytes]; payloads: that chunk as each rank sent it.
 void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
-            float scale, c10::Stream stream);
+            float scale, c10::Stream stream, const EncodeOptions& encode = {});
 
 /// Writes gradients, and the slice's part of `partials` [layout.num_partials]; sets *found_nonfinite, never clears it.
 /// `sum_of_squares` [num_segments] is written from all of `partials`; null for all slices of a bucket but its last.

@@ -1,5 +1,7 @@
 #include <c10/util/Exception.h>
 
+#include <vector>
+
 #include "cpu/kernels.h"
 #include "device_tables.h"
 #include "ops_binding.h"
@@ -18,11 +20,17 @@ namespace {
 #ifdef GSYNC_WITH_CUDA
 cudaStream_t cuda_stream(c10::Stream stream) { return c10::cuda::CUDAStream(stream).stream(); }
 
-// What a launch of `layout` on `stream` needs beside its arguments.
-cuda::Workspace workspace(const DeviceLayout& layout, const void* const* addresses, int64_t count, c10::Stream stream) {
+// What a launch of `layout` on `stream` needs beside its arguments. `encode`: whose residuals follow the addresses in the table.
+cuda::Workspace workspace(const DeviceLayout& layout, const void* const* addresses, int64_t count, c10::Stream stream,
+                          const EncodeOptions& encode = {}) {
   layout.tables()->used_on(stream);
   cuda::Workspace result;
-  if (count > cuda::kMaxAddressesByValue) result.addresses = layout.pointers()->send(addresses, count, stream);
+  const int64_t num_residuals = encode.residuals == nullptr ? 0 : layout.layout().num_segments;
+  if (count + num_residuals > cuda::kMaxAddressesByValue) {
+    std::vector<const void*> table(addresses, addresses + count);
+    table.insert(table.end(), encode.residuals, encode.residuals + num_residuals);
+    result.addresses = layout.pointers()->send(table.data(), count + num_residuals, stream);
+  }
   result.ticket = layout.tables()->ticket();
   return result;
 }
@@ -73,13 +81,13 @@ LayoutView DeviceLayout::view_of_chunk(int64_t chunk) const {
 const SegmentPartials* DeviceLayout::segments() const { return tables_ ? tables_->partials() : layout_->partials.data(); }
 
 void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* payload, float scale, int64_t* counters,
-          c10::Stream stream) {
-  const PackArgs args{layout.view(), gradients, payload, scale, counters};
+          c10::Stream stream, const EncodeOptions& encode) {
+  const PackArgs args{layout.view(), gradients, payload, scale, counters, encode};
   if (layout.device().is_cpu()) return cpu::pack(args, 0, args.layout.num_tiles);
 #ifdef GSYNC_WITH_CUDA
   if (layout.device().is_cuda()) {
     const c10::DeviceGuard guard(layout.device());
-    const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream);
+    const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream, encode);
     C10_CUDA_CHECK(cuda::pack(args, space, cuda_stream(stream)));
     return;
   }
@@ -88,13 +96,13 @@ void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* pay
 }
 
 void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
-            float scale, c10::Stream stream) {
-  const ReduceArgs args{layout.view_of_chunk(chunk), payloads, num_payloads, out, scale};
+            float scale, c10::Stream stream, const EncodeOptions& encode) {
+  const ReduceArgs args{layout.view_of_chunk(chunk), payloads, num_payloads, out, scale, encode};
   if (layout.device().is_cpu()) return cpu::reduce(args, 0, args.layout.num_tiles);
 #ifdef GSYNC_WITH_CUDA
   if (layout.device().is_cuda()) {
     const c10::DeviceGuard guard(layout.device());
-    const cuda::Workspace space = workspace(layout, reinterpret_cast<const void* const*>(payloads), num_payloads, stream);
+    const cuda::Workspace space = workspace(layout, reinterpret_cast<const void* const*>(payloads), num_payloads, stream, encode);
     C10_CUDA_CHECK(cuda::reduce(args, space, cuda_stream(stream)));
     return;
   }

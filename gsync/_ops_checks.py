@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layout import CODEC_KINDS
+from .layout import BLOCK_SIZES, CODEC_KINDS, MAX_BLOCK, MIN_BLOCK
 
 _CODECS = ", ".join(CODEC_KINDS)
 _REAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -100,14 +99,52 @@ def check_int(operation: str, name: str, value: int, low: int | None, high: int 
         raise ValueError(f"{operation}: {name}={value}: expected {expected}")
 
 
-def refuse_what_is_not_there(operation: str, block_size: Any = None, residuals: Any = None, rounding: str = "nearest") -> None:
-    """Arguments of codecs with a scale, which say nothing to fp32, fp16 and bf16."""
-    if block_size is not None:
-        raise ValueError(f"{operation}: block_size={block_size!r}: codecs {_CODECS} have no blocks, expected None")
-    if residuals is not None:
-        raise ValueError(f"{operation}: residuals={type(residuals).__name__}: codecs {_CODECS} keep none, expected None")
-    if rounding != "nearest":
-        raise ValueError(f"{operation}: rounding={rounding!r}: expected 'nearest'")
+def check_block_size(operation: str, block_size: int | None, codecs: Sequence[str]) -> int:
+    """Elements that share a scale; 0 for None, the codecs' own."""
+    if block_size is None:
+        return 0
+    check_int(operation, "block_size", block_size, MIN_BLOCK, MAX_BLOCK)
+    if block_size & (block_size - 1):
+        raise ValueError(f"{operation}: block_size={block_size}: expected a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
+    if codecs and not any(CODEC_KINDS[codec] in BLOCK_SIZES for codec in codecs):
+        raise ValueError(f"{operation}: block_size={block_size}: codec {_listed(codecs)} has no blocks, expected None")
+    return block_size
+
+
+def check_rounding(operation: str, rounding: str, codecs: Sequence[str]) -> None:
+    """`nearest` or `stochastic`; the latter for codecs that round."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{operation}: rounding={rounding!r}: expected 'nearest' or 'stochastic'")
+    if rounding == "stochastic" and codecs and set(codecs) == {"fp32"}:
+        raise ValueError(f"{operation}: rounding='stochastic': codec fp32 does not round, expected 'nearest'")
+
+
+def check_residuals(
+    operation: str, residuals: Sequence[Tensor], numels: Sequence[int], device: torch.device, held: str
+) -> list[Tensor]:
+    """fp32 memory for what each encoding loses, of the sizes `numels`; `held` says in words what these are."""
+    if not isinstance(residuals, (list, tuple)):
+        raise TypeError(f"{operation}: residuals is {type(residuals).__name__}, expected a list of tensors or None")
+    if len(residuals) != len(numels):
+        raise ValueError(f"{operation}: residuals has {len(residuals)} entries, expected {len(numels)}, one per gradient")
+    for i, (residual, numel) in enumerate(zip(residuals, numels, strict=True)):
+        where = f"{operation}: residuals[{i}]"
+        if not isinstance(residual, Tensor):
+            raise TypeError(f"{where} is {type(residual).__name__}, expected a tensor")
+        if residual.dtype != torch.float32:
+            raise TypeError(f"{where} is {residual.dtype}, expected float32")
+        if residual.numel() != numel or not residual.is_contiguous():
+            raise ValueError(
+                f"{where} has shape {tuple(residual.shape)} and strides {tuple(residual.stride())}, expected {numel} contiguous "
+                f"elements, {held}"
+            )
+        if residual.device != device:
+            raise ValueError(f"{where} is on {residual.device}, expected {device}")
+    return [residual.detach() for residual in residuals]
+
+
+def _listed(codecs: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(codecs))
 
 
 def check_payload(operation: str, name: str, payload: Tensor, num_bytes: int, device: torch.device) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _native, reference
+from .encoding import NEAREST, EncodeOptions
 from .layout import Layout, Segment, build_layout
 
 BACKEND_NAMES = ("auto", "native", "triton", "reference")
@@ -42,9 +43,10 @@ class BucketLayout:
     @functools.cached_property
     def native(self) -> Any:
         """The layout as the extension builds it: a `_C.Layout`."""
-        columns = zip(*((s.numel, s.dtype, s.codec, s.name_hash) for s in self.segments), strict=True)
-        numels, dtypes, codecs, hashes = map(list, columns) if self.segments else ([], [], [], [])
-        return _native.require('backend="native"').layout(numels, dtypes, codecs, hashes, self.num_chunks, *self._slice)
+        columns = zip(*((s.numel, s.dtype, s.codec, s.name_hash, s.block_size) for s in self.segments), strict=True)
+        numels, dtypes, codecs, hashes, block_sizes = map(list, columns) if self.segments else ([], [], [], [], [])
+        layout = _native.require('backend="native"').layout
+        return layout(numels, dtypes, codecs, hashes, self.num_chunks, *self._slice, block_sizes)
 
     @property
     def sizes(self) -> Any:
@@ -73,9 +75,18 @@ class Backend(Protocol):
         payload: Tensor,
         scale: float,
         counters: Tensor | None = None,
+        options: EncodeOptions = NEAREST,
     ) -> None: ...
 
-    def reduce(self, layout: BucketLayout, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None: ...
+    def reduce(
+        self,
+        layout: BucketLayout,
+        chunk: int,
+        payloads: Sequence[Tensor],
+        out: Tensor,
+        scale: float,
+        options: EncodeOptions = NEAREST,
+    ) -> None: ...
 
     def unpack(
         self,
@@ -89,22 +100,24 @@ class Backend(Protocol):
 
 
 class ReferenceBackend:
-    def pack(self, layout, gradients, payload, scale, counters=None):  # type: ignore[no-untyped-def]
-        reference.pack(layout.python, gradients, payload, scale, counters)
+    def pack(self, layout, gradients, payload, scale, counters=None, options=NEAREST):  # type: ignore[no-untyped-def]
+        reference.pack(layout.python, gradients, payload, scale, counters, options)
 
-    def reduce(self, layout, chunk, payloads, out, scale):  # type: ignore[no-untyped-def]
-        reference.reduce(layout.python, chunk, payloads, out, scale)
+    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST):  # type: ignore[no-untyped-def]
+        reference.reduce(layout.python, chunk, payloads, out, scale, options)
 
     def unpack(self, layout, payload, gradients, partials, found_nonfinite, sum_of_squares):  # type: ignore[no-untyped-def]
         reference.unpack(layout.python, payload, gradients, partials, found_nonfinite, sum_of_squares)
 
 
 class NativeBackend:
-    def pack(self, layout, gradients, payload, scale, counters=None):  # type: ignore[no-untyped-def]
-        _native.C.pack(layout.native, gradients, payload, scale, counters)  # type: ignore[union-attr]
+    def pack(self, layout, gradients, payload, scale, counters=None, options=NEAREST):  # type: ignore[no-untyped-def]
+        encoding = (options.residuals, options.random_key, options.error_sums)
+        _native.C.pack(layout.native, gradients, payload, scale, counters, *encoding)  # type: ignore[union-attr]
 
-    def reduce(self, layout, chunk, payloads, out, scale):  # type: ignore[no-untyped-def]
-        _native.C.reduce(layout.native, chunk, payloads, out, scale)  # type: ignore[union-attr]
+    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST):  # type: ignore[no-untyped-def]
+        encoding = (options.residuals, options.random_key, options.error_sums)
+        _native.C.reduce(layout.native, chunk, payloads, out, scale, *encoding)  # type: ignore[union-attr]
 
     def unpack(self, layout, payload, gradients, partials, found_nonfinite, sum_of_squares):  # type: ignore[no-untyped-def]
         finalize = sum_of_squares is not None

@@ -2,8 +2,8 @@
 
 A parameter of n blocks is owned by all ranks together: with r = (chunk - name_hash) mod num_chunks, chunk ``chunk`` holds its
 blocks floor(n*r/num_chunks) .. floor(n*(r+1)/num_chunks)-1. Chunk c of a bucket is the concatenation of those shares, padded to
-the largest chunk. A slice is a run of tiles of every chunk. One chunk of a slice is: flags, codes share by share, padding, every
-area padded with zeros to 16 bytes.
+the largest chunk. A slice is a run of tiles of every chunk. One chunk of a slice is: flags, scales share by share, codes share by
+share, padding, every area padded with zeros to 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ PAYLOAD_ALIGNMENT = 16
 ELEMENTWISE_BLOCK = 256
 
 # Numbers of the enums Kind and Dtype in csrc/common/plan.h.
-CODEC_KINDS = {"fp32": 0, "fp16": 1, "bf16": 2}
+CODEC_KINDS = {"fp32": 0, "fp16": 1, "bf16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int4": 6}
 KIND_FLAGS, KIND_PADDING = 14, 15
-CODE_BYTES = {0: 4, 1: 2, 2: 2}
+CODE_BYTES = {0: 4, 1: 2, 2: 2}  # of the codecs without a scale
+BLOCK_SIZES = {3: 256, 4: 256, 5: 256, 6: 64}  # of the codecs with one, unless another is asked for
+SCALE_BYTES = {3: 4, 4: 4, 5: 4, 6: 2}
+MIN_BLOCK, MAX_BLOCK = 32, TILE_ELEMENTS
 BYTE_FLAGS = 255
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
@@ -37,12 +40,19 @@ class Segment:
         dtype: number from `DTYPE_CODES`.
         codec: number from `CODEC_KINDS`.
         name_hash: `hash64` of the parameter's name.
+        block_size: elements that share a scale; 0: the codec's own, and the only choice for codecs without a scale.
     """
 
     numel: int
     dtype: int
     codec: int
     name_hash: int
+    block_size: int = 0
+
+    @property
+    def block(self) -> int:
+        """Elements of one block; ownership is counted in blocks."""
+        return self.block_size or BLOCK_SIZES.get(self.codec, ELEMENTWISE_BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Share:
     kind: int
     dtype: int
     flag_kind: int
-    reserved: int = 0
+    scales_padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Layout:
     num_chunks: int
     chunk_bytes: int
     num_partials: int
+    segments: tuple[Segment, ...]
 
     @property
     def payload_bytes(self) -> int:
@@ -84,6 +95,15 @@ class Layout:
     @property
     def num_tiles(self) -> int:
         return self.chunk_first_tile[-1]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether a segment has a block codec."""
+        return any(segment.codec in BLOCK_SIZES for segment in self.segments)
+
+    def first_elements(self, chunk: int) -> list[int]:
+        """For each segment, the first element that the chunk of the whole bucket holds."""
+        return [share_of(segment, chunk, self.num_chunks)[0] for segment in self.segments]
 
     def shares_of_chunk(self, chunk: int) -> tuple[Share, ...]:
         """The shares of one chunk, in the order of their bytes."""
@@ -117,6 +137,18 @@ def hash64(name: str) -> int:
     return value
 
 
+def codes_bytes(kind: int, numel: int) -> int:
+    """Bytes of the codes of `numel` elements, without padding."""
+    if kind == CODEC_KINDS["int4"]:
+        return _ceil_div(numel, 2)
+    return numel * CODE_BYTES.get(kind, 1)
+
+
+def share_of(segment: Segment, chunk: int, num_chunks: int) -> tuple[int, int]:
+    """First element and numel of what chunk `chunk` of the bucket holds of a segment: what one rank reduces."""
+    return _part(segment, (chunk - segment.name_hash) % num_chunks, num_chunks)
+
+
 def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1) -> Layout:
     """The layout of one slice of a bucket.
 
@@ -127,7 +159,8 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
         num_slices: slices the bucket is cut into, at least 1.
 
     Raises:
-        ValueError: num_chunks < 1, num_slices < 1, slice_idx out of range, negative numel, unknown codec or dtype.
+        ValueError: num_chunks < 1, num_slices < 1, slice_idx out of range, negative numel, unknown codec or dtype,
+            a block_size that is not a power of two from MIN_BLOCK to MAX_BLOCK.
     """
     _check(segments, num_chunks, slice_idx, num_slices)
     # 1. Partial sums, in the order of the elements of the whole bucket.
@@ -144,7 +177,7 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
 
     # 2. The shares of every chunk that fall into this slice.
     codecs = {segment.codec for segment in segments}
-    flag_kind = codecs.pop() if len(codecs) == 1 else BYTE_FLAGS
+    flag_kind = codecs.pop() if len(codecs) == 1 and codecs <= CODE_BYTES.keys() else BYTE_FLAGS
     flag_bytes = CODE_BYTES.get(flag_kind, 1)
     chunks: list[list[Share]] = []
     ends: list[int] = []
@@ -159,7 +192,6 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
         chunk_tiles = sum(_ceil_div(numel, TILE_ELEMENTS) for _, _, numel in parts)
         slice_begin = chunk_tiles * slice_idx // num_slices
         slice_end = chunk_tiles * (slice_idx + 1) // num_slices
-        offset = _align(len(segments) * flag_bytes)
         tile = 0  # of the chunk, before it is cut into slices
         for i, (segment, (r, element, numel)) in enumerate(zip(segments, parts, strict=True)):
             num_tiles = _ceil_div(numel, TILE_ELEMENTS)
@@ -171,19 +203,19 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
             share = Share(
                 element=element + first * TILE_ELEMENTS,
                 numel=min(numel, last * TILE_ELEMENTS) - first * TILE_ELEMENTS,
-                codes_offset=offset,
+                codes_offset=0,
                 scales_offset=0,
                 first_partial=first_partial[i][r] + first,
                 name_hash=segment.name_hash,
                 segment=i,
                 chunk=chunk,
-                block_size=ELEMENTWISE_BLOCK,
+                block_size=segment.block,
                 kind=segment.codec,
                 dtype=segment.dtype,
                 flag_kind=0,
             )
             shares.append(share)
-            offset += _align(share.numel * CODE_BYTES[segment.codec])
+        offset = _place(shares, len(segments) * flag_bytes)
         chunks.append(shares)
         ends.append(offset)
     chunk_bytes = max(ends)
@@ -205,7 +237,31 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
         num_chunks=num_chunks,
         chunk_bytes=chunk_bytes,
         num_partials=num_partials,
+        segments=tuple(segments),
     )
+
+
+def _place(shares: list[Share], flags_bytes: int) -> int:
+    """Give the shares of one chunk their scales and codes, in place; return where the codes end."""
+    offset = _align(flags_bytes)
+    last_with_scales = None
+    for i, share in enumerate(shares):
+        if share.kind in SCALE_BYTES:
+            num_bytes = _ceil_div(share.numel, share.block_size) * SCALE_BYTES[share.kind]
+            padding = -num_bytes % 4
+            shares[i] = dataclasses.replace(share, scales_offset=offset, scales_padding=padding)
+            offset += num_bytes + padding
+            last_with_scales = i
+    if last_with_scales is not None:
+        share = shares[last_with_scales]
+        padding = share.scales_padding + _align(offset) - offset
+        shares[last_with_scales] = dataclasses.replace(share, scales_padding=padding)
+        offset = _align(offset)
+    for i, share in enumerate(shares):
+        if share.segment >= 0:
+            shares[i] = dataclasses.replace(share, codes_offset=offset)
+            offset += _align(codes_bytes(share.kind, share.numel))
+    return offset
 
 
 def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_slices: int) -> None:
@@ -218,17 +274,23 @@ def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_sli
     for i, segment in enumerate(segments):
         if segment.numel < 0:
             raise ValueError(f"layout: numels[{i}] is {segment.numel}, expected 0 or more")
-        if segment.codec not in CODE_BYTES:
-            raise ValueError(f"layout: codecs[{i}] is {segment.codec}, expected 0 (fp32), 1 (fp16) or 2 (bf16)")
+        if segment.codec not in CODEC_KINDS.values():
+            known = ", ".join(f"{kind} ({codec})" for codec, kind in CODEC_KINDS.items())
+            raise ValueError(f"layout: codecs[{i}] is {segment.codec}, expected {known}")
+        size = segment.block_size
+        if size and segment.codec in CODE_BYTES:
+            raise ValueError(f"layout: block_sizes[{i}] is {size}, expected 0 with a codec that has no scale")
+        if size and not (MIN_BLOCK <= size <= MAX_BLOCK and size & (size - 1) == 0):
+            raise ValueError(f"layout: block_sizes[{i}] is {size}, expected 0 or a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
         if not 0 <= segment.dtype <= 3:
             raise ValueError(f"layout: dtypes[{i}] is {segment.dtype}, expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)")
 
 
 def _part(segment: Segment, r: int, num_chunks: int) -> tuple[int, int]:
     """First element and numel of part r of a segment."""
-    num_blocks = _ceil_div(segment.numel, ELEMENTWISE_BLOCK)
-    begin = num_blocks * r // num_chunks * ELEMENTWISE_BLOCK
-    end = num_blocks * (r + 1) // num_chunks * ELEMENTWISE_BLOCK
+    num_blocks = _ceil_div(segment.numel, segment.block)
+    begin = num_blocks * r // num_chunks * segment.block
+    end = num_blocks * (r + 1) // num_chunks * segment.block
     return begin, max(min(end, segment.numel) - begin, 0)
 
 

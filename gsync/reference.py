@@ -7,7 +7,8 @@ Per element, with round() to nearest, ties to even, and every NaN in the one for
     unpack   g    = round_dtype(fp32(code))
 
 Subnormal numbers are kept everywhere, whatever flush-to-zero the calling thread has set. The bytes around the codes are
-described in docs/wire_format.md and laid out by gsync/layout.py. Gradients come as dense real tensors; elements are taken in
+described in docs/wire_format.md and laid out by gsync/layout.py. Codecs with a scale, residuals and stochastic rounding are in
+gsync/reference_block.py. Gradients come as dense real tensors; elements are taken in
 the order in which they lie in memory.
 """
 
@@ -19,7 +20,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .layout import BYTE_FLAGS, DTYPE_CODES, KIND_FLAGS, KIND_PADDING, TILE_ELEMENTS, Layout, Share
+from . import reference_block as block
+from .encoding import NEAREST, EncodeOptions
+from .layout import BYTE_FLAGS, DTYPE_CODES, KIND_FLAGS, KIND_PADDING, SCALE_BYTES, TILE_ELEMENTS, Layout, Share, share_of
 
 # By number in layout.CODEC_KINDS: what the codes are, and the same as integers.
 CODE_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
@@ -59,7 +62,12 @@ def sum_of_squares_by_tile(values: Tensor) -> Tensor:
 
 
 def pack(
-    layout: Layout, gradients: Sequence[Tensor | None], payload: Tensor, scale: float, counters: Tensor | None = None
+    layout: Layout,
+    gradients: Sequence[Tensor | None],
+    payload: Tensor,
+    scale: float,
+    counters: Tensor | None = None,
+    options: EncodeOptions = NEAREST,
 ) -> None:
     """Writes every byte of the payload of `gradients`.
 
@@ -68,28 +76,31 @@ def pack(
         gradients: one per segment, dense and real; None: this rank did not use the parameter (zeros, flag 0).
         payload [layout.payload_bytes] uint8: written.
         scale: multiplies each gradient in fp32.
-        counters [2] int64: adds the elements that are not zero, and those of them whose code is zero.
+        counters [2] int64: adds the elements that are not zero, and those of them whose code is zero; codecs without a scale.
+        options: residuals, rounding, sums of errors.
     """
     flat = [None if g is None else memory_order(g) for g in gradients]
     payload.zero_()
     with default_float_mode(payload.device):
         factor = torch.tensor(scale, dtype=torch.float32)
-        for share in layout.shares:
-            area = _area(payload[share.chunk * layout.chunk_bytes :][: layout.chunk_bytes], share)
+        for share, first_tile in _with_tiles(layout.shares):
+            chunk = payload[share.chunk * layout.chunk_bytes :][: layout.chunk_bytes]
             if share.kind == KIND_FLAGS:
-                area.copy_(torch.tensor([float(g is not None) for g in gradients]))
+                _area(chunk, share).copy_(torch.tensor([float(g is not None) for g in gradients]))
             elif share.kind != KIND_PADDING:
                 gradient = flat[share.segment]
                 if gradient is not None:
                     elements = gradient[share.element : share.element + share.numel]
-                    codes = encode(elements.float() * factor, share.kind)
-                    area.copy_(codes)
-                    if counters is not None:
+                    residual = _residual(options, share, share.element)
+                    encode_share(chunk, share, elements.float() * factor, residual, options, first_tile)
+                    if counters is not None and share.kind in CODE_DTYPES:
                         nonzero = elements != 0
-                        counters += torch.stack([nonzero.sum(), (nonzero & (codes == 0)).sum()])
+                        counters += torch.stack([nonzero.sum(), (nonzero & (_area(chunk, share) == 0)).sum()])
 
 
-def reduce(layout: Layout, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+def reduce(
+    layout: Layout, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float, options: EncodeOptions = NEAREST
+) -> None:
     """Writes every byte of one chunk: the sum over ranks, in rank order, times `scale`.
 
     Args:
@@ -98,20 +109,25 @@ def reduce(layout: Layout, chunk: int, payloads: Sequence[Tensor], out: Tensor, 
         payloads: [layout.chunk_bytes] uint8 of each rank.
         out [layout.chunk_bytes] uint8: written.
         scale: multiplies the sum in fp32.
+        options: residuals of the elements of this chunk, rounding, sums of errors.
     """
     out.zero_()
     with default_float_mode(out.device):
         factor = torch.tensor(scale, dtype=torch.float32)
-        for share in layout.shares_of_chunk(chunk):
-            areas = [_area(payload, share) for payload in payloads]
+        used = torch.empty(0)
+        for share, first_tile in _with_tiles(layout.shares_of_chunk(chunk)):
             if share.kind == KIND_FLAGS:
-                used = [area.view(_INTEGERS.get(area.dtype, area.dtype)) != 0 for area in areas]
-                _area(out, share).copy_(torch.stack(used).any(0))
-            elif share.kind != KIND_PADDING:
-                total = decode(areas[0])
-                for area in areas[1:]:
-                    total = total + decode(area)
-                _area(out, share).copy_(encode(total * factor, share.kind))
+                flags = [_area(payload, share) for payload in payloads]
+                used = torch.stack([flag.view(_INTEGERS.get(flag.dtype, flag.dtype)) != 0 for flag in flags]).any(0)
+                _area(out, share).copy_(used)
+            elif share.kind != KIND_PADDING and (options.residuals is None or used[share.segment]):
+                # With a residual, a parameter that no rank used stays zero and the reducer keeps what it has.
+                total = decode_share(payloads[0], share)
+                for payload in payloads[1:]:
+                    total = total + decode_share(payload, share)
+                held, _ = share_of(layout.segments[share.segment], chunk, layout.num_chunks)
+                residual = _residual(options, share, share.element - held)
+                encode_share(out, share, total * factor, residual, options, first_tile)
 
 
 def unpack(
@@ -138,7 +154,7 @@ def unpack(
             if share.segment < 0:
                 continue
             chunk = payload[share.chunk * layout.chunk_bytes :][: layout.chunk_bytes]
-            values = round_to(decode(_area(chunk, share)), _DTYPES[share.dtype])
+            values = round_to(decode_share(chunk, share), _DTYPES[share.dtype])
             gradient = flat[share.segment]
             if gradient is not None:
                 gradient[share.element : share.element + share.numel] = values
@@ -148,6 +164,61 @@ def unpack(
         if sum_of_squares is not None:
             for i, (begin, end) in enumerate(layout.partials):
                 sum_of_squares[i] = partials[begin:end].sum()
+
+
+def encode_share(
+    chunk: Tensor, share: Share, values: Tensor, residual: Tensor | None, options: EncodeOptions, first_tile: int
+) -> None:
+    """Writes scales and codes of a share to its chunk, and what encoding lost to `residual` and the sums of errors.
+
+    Args:
+        chunk [layout.chunk_bytes] uint8: written in part; the padding must be zero already.
+        share: which part.
+        values [share.numel] fp32: what to encode, but for the residual.
+        residual [share.numel] fp32: added and replaced; may be None.
+        options: rounding, sums of errors.
+        first_tile: row of the share's first tile in the sums of errors.
+    """
+    x = values if residual is None else values + residual
+    words = None
+    if options.random_key is not None:
+        words = block.random_words(options.random_key, share.name_hash, share.element, share.numel, x.device)
+    if share.kind in SCALE_BYTES:
+        padded = None if words is None else block.as_blocks(words, share.block_size)
+        codes, scales = block.encode_blocks(block.as_blocks(x, share.block_size), share.kind, padded)
+        block.write_blocks(chunk, share, codes, scales)
+    else:
+        dtype = CODE_DTYPES[share.kind]
+        _area(chunk, share).copy_(round_to(x if words is None else block.round_up_or_down(x, dtype, words).float(), dtype))
+    decoded = decode_share(chunk, share)
+    finite = decoded.isfinite()
+    if residual is not None:
+        residual.copy_(torch.where(finite, x - decoded, residual))
+    if options.error_sums is not None:
+        lost, nonzero = torch.where(finite, x - decoded, 0.0), finite & (x != 0)
+        columns = [sum_of_squares_by_tile(lost), sum_of_squares_by_tile(torch.where(finite, x, 0.0))]
+        columns += [sum_of_squares_by_tile(count.float()) for count in (nonzero, nonzero & (decoded == 0))]
+        options.error_sums[first_tile : first_tile + len(columns[0])] += torch.stack(columns, 1)
+
+
+def decode_share(chunk: Tensor, share: Share) -> Tensor:
+    """Values [share.numel] fp32 of a share in its chunk."""
+    if share.kind in SCALE_BYTES:
+        return block.decode_blocks(*block.read_blocks(chunk, share), share.kind).view(-1)[: share.numel]
+    return decode(_area(chunk, share))
+
+
+def _residual(options: EncodeOptions, share: Share, first: int) -> Tensor | None:
+    residual = None if options.residuals is None else options.residuals[share.segment]
+    return None if residual is None else residual.view(-1)[first : first + share.numel]
+
+
+def _with_tiles(shares: Sequence[Share]) -> Iterator[tuple[Share, int]]:
+    """Each share with the number of tiles before it."""
+    num_tiles = 0
+    for share in shares:
+        yield share, num_tiles
+        num_tiles += -(-share.numel // TILE_ELEMENTS)
 
 
 def memory_order(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import elementwise
+from . import block, elementwise
 
 # Stands for the address of a tensor without elements, which may be null; a null address says that the parameter was not used.
 _NO_ELEMENTS = 16
@@ -28,18 +28,38 @@ class TritonBackend:
         self._tickets: dict[tuple[torch.device, int], Tensor] = {}
 
     def pack(
-        self, layout: Any, gradients: Sequence[Tensor | None], payload: Tensor, scale: float, counters: Tensor | None = None
+        self,
+        layout: Any,
+        gradients: Sequence[Tensor | None],
+        payload: Tensor,
+        scale: float,
+        counters: Tensor | None = None,
+        options: Any = None,
     ) -> None:
         """Write every byte of the payload of `gradients`; see gsync.reference.pack."""
         shares, tiles, _ = layout.tables_on(payload.device)
         pointers = _address_table(gradients, payload.device)
-        elementwise.pack(shares, tiles, pointers, payload, layout.python.chunk_bytes, scale, counters)
+        table = layout.python
+        if not _is_general(table, options):
+            return elementwise.pack(shares, tiles, pointers, payload, table.chunk_bytes, scale, counters)
+        residuals, key, error_sums = _encoding(options, payload.device)
+        block.pack(
+            shares, tiles, pointers, payload, table.chunk_bytes, scale, counters, residuals, key, error_sums, _block_sizes(table)
+        )
 
-    def reduce(self, layout: Any, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    def reduce(self, layout: Any, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float, options: Any = None) -> None:
         """Write every byte of one chunk; see gsync.reference.reduce."""
         shares, tiles, _ = layout.tables_on(out.device)
-        first, last = layout.python.chunk_first_tile[chunk : chunk + 2]
-        elementwise.reduce(shares, tiles[first:last], _address_table(payloads, out.device), out, scale)
+        table = layout.python
+        first, last = table.chunk_first_tile[chunk : chunk + 2]
+        addresses = _address_table(payloads, out.device)
+        if not _is_general(table, options):
+            return elementwise.reduce(shares, tiles[first:last], addresses, out, scale)
+        residuals, key, error_sums = _encoding(options, out.device, table.first_elements(chunk))
+        flag_bytes = table.shares[0].block_size if table.segments else 1
+        block.reduce(
+            shares, tiles[first:last], addresses, out, scale, flag_bytes, residuals, key, error_sums, _block_sizes(table)
+        )  # fmt: skip
 
     def unpack(
         self,
@@ -55,10 +75,15 @@ class TritonBackend:
             return
         shares, tiles, segments = layout.tables_on(payload.device)
         pointers = _address_table(gradients, payload.device)
-        measure = () if sum_of_squares is None else (self._ticket(payload.device), segments, sum_of_squares)
-        elementwise.unpack(
-            shares, tiles, pointers, payload, layout.python.chunk_bytes, partials, found_nonfinite, *measure
-        )  # fmt: skip
+        table = layout.python
+        measure: tuple[Any, Any, Any] = (None, None, None)
+        if sum_of_squares is not None:
+            measure = (self._ticket(payload.device), segments, sum_of_squares)
+        arguments = (shares, tiles, pointers, payload, table.chunk_bytes, partials, found_nonfinite, *measure, None)
+        if table.has_scales:
+            block.unpack(*arguments, _block_sizes(table))
+        else:
+            elementwise.unpack(*arguments)
 
     def _ticket(self, device: torch.device) -> Tensor:
         """The word in which the programs of one launch count themselves; one per stream, zero between launches."""
@@ -69,9 +94,51 @@ class TritonBackend:
         return self._tickets[key]
 
 
+def _is_general(table: Any, options: Any) -> bool:
+    """Whether more than the codecs without a scale is asked for."""
+    wanted = () if options is None else (options.residuals, options.random_key, options.error_sums)
+    return table.has_scales or any(value is not None for value in wanted)
+
+
+def _encoding(options: Any, device: torch.device, first_elements: Sequence[int] | None = None) -> tuple[Any, Any, Any]:
+    """Table of the residuals' addresses, key of the random words, sums of errors; each may be None.
+
+    Args:
+        first_elements: which element each residual begins with; None: all with 0.
+    """
+    if options is None:
+        return None, None, None
+    residuals = options.residuals
+    if residuals is not None:
+        firsts = first_elements or [0] * len(residuals)
+        begins = [0 if r is None or not r.numel() else r.data_ptr() - 4 * e for r, e in zip(residuals, firsts, strict=True)]
+        residuals = _table(begins, device)
+    return residuals, options.random_key, options.error_sums
+
+
+def _block_sizes(table: Any) -> tuple[int, int]:
+    """Elements of a block under the codecs of 8 bits, and under int4; a launch has one of each.
+
+    Raises:
+        ValueError: two different ones.
+    """
+    sizes = []
+    for is_int4, default in ((False, 256), (True, 64)):
+        found = {s.block for s in table.segments if s.codec > 2 and (s.codec == 6) is is_int4}
+        if len(found) > 1:
+            raise ValueError(
+                f"backend='triton': block sizes {sorted(found)} in one bucket, expected one for all codecs of a width"
+            )
+        sizes.append(found.pop() if found else default)
+    return sizes[0], sizes[1]
+
+
 def _address_table(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Addresses [len(tensors)] int64 on `device`, 0 for None; copied without waiting for the device."""
-    addresses = [0 if tensor is None else tensor.data_ptr() or _NO_ELEMENTS for tensor in tensors]
+    return _table([0 if tensor is None else tensor.data_ptr() or _NO_ELEMENTS for tensor in tensors], device)
+
+
+def _table(addresses: Sequence[int], device: torch.device) -> Tensor:
     on_cuda = device.type == "cuda"
     table = torch.tensor(addresses, dtype=torch.int64, pin_memory=on_cuda)
     return table.to(device, non_blocking=True) if on_cuda else table

@@ -455,11 +455,11 @@ def unpack(
     )  # fmt: skip
 
 
-def _launch(name: str, where: torch.Tensor, grid: int, *arguments: object) -> None:
-    """Launch one kernel on the device of `where`, on its current stream."""
+def _launch(name: str, where: torch.Tensor, grid: int, *arguments: object, module: str = __name__) -> None:
+    """Launch one kernel of `module` on the device of `where`, on its current stream."""
     if grid == 0:
         return
-    kernel = getattr(kernels_for(__name__, where), name)
+    kernel = getattr(kernels_for(module, where), name)
     with torch.cuda.device(where.device) if where.is_cuda else contextlib.nullcontext():
         # Without fusion of products and sums: it changes bits.
         kernel[(grid,)](*arguments, num_warps=NUM_WARPS, enable_fp_fusion=False)

@@ -1,7 +1,7 @@
 // Stands in for the CUDA runtime in tests/test_cuda_static.py: records launches instead of making them, so that they can be
-// counted without a GPU. Linked with the object file of csrc/cuda/elementwise.cu.
+// counted without a GPU. Linked with the object files of csrc/cuda/launch.cpp, elementwise.cu and block.cu.
 //
-// Usage: recorder NUM_SEGMENTS HAS_DEVICE_TABLE. Prints one line per operation: name, error, then kernel, grid and block of each
+// Usage: recorder NUM_SEGMENTS HAS_DEVICE_TABLE HAS_SCALES. Prints one line per operation: name, error, then kernel, grid and block of each
 // launch.
 #include <cstdint>
 #include <cstdio>
@@ -53,6 +53,7 @@ int main(int, char** argv) {
   const gsync::cuda::Workspace workspace{has_table ? addresses.data() : nullptr, &ticket};
   gsync::LayoutView layout{};
   layout.num_segments = num_segments;
+  layout.has_scales = argv[3][0] == '1';
   layout.num_tiles = num_segments == 0 ? 0 : num_segments + 1;
 
   const auto report = [](const char* operation, cudaError_t error) {

@@ -134,7 +134,7 @@ def _count_accesses(cubin: Path) -> dict[str, dict[str, int]]:
 
 def plain_name(mangled: str) -> str:
     """pack_kernel<128> for the mangled name of that instance."""
-    found = re.search(r"\d((?:un)?[a-z]+_kernel)(?:ILi(\d+)E)?", mangled)
+    found = re.search(r"\d([a-z_]+_kernel)(?:ILi(\d+)E)?", mangled)
     if not found:
         return mangled
     return found.group(1) + (f"<{found.group(2)}>" if found.group(2) else "")

@@ -7,27 +7,30 @@ import pytest
 import torch
 
 from gsync.layout import (
-    CODE_BYTES,
     ELEMENTWISE_BLOCK,
     KIND_FLAGS,
     KIND_PADDING,
     PAYLOAD_ALIGNMENT,
+    SCALE_BYTES,
     TILE_ELEMENTS,
     Segment,
     build_layout,
+    codes_bytes,
     hash64,
+    share_of,
 )
 
 SIZES = [0, 1, 255, 256, 257, 4095, 4096, 4097, 10007]
 
 
 def random_segments(rng, one_codec):
-    codec = rng.randrange(3)
+    codec = rng.randrange(7)
     segments = []
     for _ in range(rng.choice([0, 1, 2, 5, 17])):
         numel = rng.choice([*SIZES, rng.randrange(40000)])
-        kind = codec if one_codec else rng.randrange(3)
-        segments.append(Segment(numel, rng.randrange(4), kind, rng.getrandbits(64)))
+        kind = codec if one_codec else rng.randrange(7)
+        block_size = 0 if kind < 3 else rng.choice([0, 32, 64, 256, 1024, 4096])
+        segments.append(Segment(numel, rng.randrange(4), kind, rng.getrandbits(64), block_size))
     return segments
 
 
@@ -38,12 +41,17 @@ def cases():
         yield random_segments(rng, case % 2 == 0), rng.choice([1, 2, 3, 5, 8]), rng.randrange(num_slices), num_slices
 
 
+def columns(segments):
+    return [[getattr(s, field) for s in segments] for field in ("numel", "dtype", "codec", "name_hash")]
+
+
 def test_native_layout_equals_the_python_one():
     native = pytest.importorskip("gsync._C", reason="built without the extension")
     for segments, num_chunks, slice_idx, num_slices in cases():
         ours = build_layout(segments, num_chunks, slice_idx, num_slices)
-        columns = [[getattr(s, field) for s in segments] for field in ("numel", "dtype", "codec", "name_hash")]
-        theirs = native.layout(*columns, num_chunks, slice_idx, num_slices)
+        theirs = native.layout(
+            *columns(segments), num_chunks, slice_idx, num_slices, block_sizes=[s.block_size for s in segments]
+        )
         assert [dataclasses.astuple(share) for share in ours.shares] == theirs.shares()
         assert ours.tile_table().tolist() == [list(tile) for tile in theirs.tiles()]
         assert list(ours.partials) == theirs.partials()
@@ -84,13 +92,20 @@ def test_areas_of_a_chunk_are_aligned_and_fill_it_without_overlap():
         layout = build_layout(segments, num_chunks, slice_idx, num_slices)
         assert layout.chunk_bytes % PAYLOAD_ALIGNMENT == 0
         for chunk in range(num_chunks):
-            end = 0
+            areas = []
             for share in layout.shares_of_chunk(chunk):
                 assert share.chunk == chunk
-                assert share.codes_offset == end
                 assert share.codes_offset % PAYLOAD_ALIGNMENT == 0
-                width = CODE_BYTES.get(share.kind, share.block_size)
-                end += -(-share.numel * width // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+                width = share.block_size * share.numel if share.segment < 0 else codes_bytes(share.kind, share.numel)
+                areas.append((share.codes_offset, -(-width // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT))
+                if share.kind in SCALE_BYTES:
+                    assert share.scales_offset % 4 == 0
+                    num_blocks = -(-share.numel // share.block_size)
+                    areas.append((share.scales_offset, num_blocks * SCALE_BYTES[share.kind] + share.scales_padding))
+            end = 0
+            for begin, num_bytes in sorted(areas):
+                assert begin == end
+                end += num_bytes
             assert end == layout.chunk_bytes
 
 
@@ -112,6 +127,17 @@ def test_shares_begin_at_blocks_and_rotate_with_the_name():
             if share.segment == 0:
                 r = (share.chunk - name_hash) % num_chunks
                 assert share.element == 10 * r // num_chunks * ELEMENTWISE_BLOCK
+
+
+def test_share_of_is_what_the_chunk_holds():
+    for segments, num_chunks, _, _ in cases():
+        layout = build_layout(segments, num_chunks)
+        for chunk in range(num_chunks):
+            found = {s.segment: (s.element, s.numel) for s in layout.shares_of_chunk(chunk) if s.segment >= 0}
+            for i, segment in enumerate(segments):
+                element, numel = share_of(segment, chunk, num_chunks)
+                assert element % segment.block == 0
+                assert found.get(i, (element, 0)) == (element, numel)
 
 
 def test_flags_have_the_codec_type_only_where_all_segments_share_it():
@@ -165,6 +191,9 @@ def test_offsets_beyond_two_to_the_31_are_exact():
         (([], 1, 2, 2), "slice_idx is 2, expected 0 to 1"),
         (([Segment(-1, 0, 0, 0)], 1), r"numels\[0\] is -1, expected 0 or more"),
         (([Segment(1, 0, 7, 0)], 1), r"codecs\[0\] is 7, expected"),
+        (([Segment(1, 0, 2, 0, 64)], 1), r"block_sizes\[0\] is 64, expected 0 with a codec that has no scale"),
+        (([Segment(1, 0, 5, 0, 48)], 1), r"block_sizes\[0\] is 48, expected 0 or a power of two from 32 to 4096"),
+        (([Segment(1, 0, 5, 0, 8192)], 1), r"block_sizes\[0\] is 8192, expected 0 or a power of two from 32 to 4096"),
         (([Segment(1, 9, 0, 0)], 1), r"dtypes\[0\] is 9, expected"),
     ],
 )
@@ -173,6 +202,5 @@ def test_wrong_arguments_are_named(arguments, message):
         build_layout(*arguments)
     native = pytest.importorskip("gsync._C", reason="built without the extension")
     segments, *rest = arguments
-    columns = [[getattr(s, field) for s in segments] for field in ("numel", "dtype", "codec", "name_hash")]
     with pytest.raises(ValueError, match=message):
-        native.layout(*columns, *rest)
+        native.layout(*columns(segments), *rest, block_sizes=[s.block_size for s in segments])

@@ -66,9 +66,9 @@ def test_sum_of_a_parameter_does_not_depend_on_its_neighbours():
     for others in ([], [torch.randn(4097)], [torch.randn(300), torch.randn(70000)]):
         gradients = [*others, weight]
         names = [*(f"other{i}" for i in range(len(others))), "weight"]
-        payload = torch.ops.gsync.pack(gradients, ["bf16"] * len(names), 1.0, 3, names, "native")
+        payload = ops.pack(gradients, "bf16", 1.0, 3, names=names, backend="native")
         copies = [g.clone() for g in gradients]
-        sums.append(torch.ops.gsync.unpack(payload, copies, ["bf16"] * len(names), 3, names, "native")[1][-1:])
+        sums.append(torch.ops.gsync.unpack(payload, copies, ["bf16"] * len(names), 3, names, "native", 0)[1][-1:])
     assert same_bits(sums[0], sums[1]) and same_bits(sums[0], sums[2])
 
 

@@ -7,6 +7,7 @@ from ops_cases import CODECS, gradient, same_bits
 from gsync import ops
 
 OPS = torch.ops.gsync
+ENDINGS = ("", "_out", "_feedback", "_feedback_out")
 
 
 def samples():
@@ -15,21 +16,29 @@ def samples():
     gradients += [torch.randn(257, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)]
     numels = [g.numel() for g in gradients]
     names = [str(i) for i in range(len(gradients))]
-    codecs = ["bf16"] * len(gradients)
-    size = ops.payload_bytes(numels, "bf16", num_chunks=2)
-    payload = ops.pack(gradients, "bf16", num_chunks=2)
-    pack = (gradients, codecs, 0.5, 2, names, "auto")
-    reduce = ([payload[: size // 2]] * 3, numels, codecs, 2, 0, 1.0, names, "auto")
+    codecs = [("int4", "bf16", "int8")[i % 3] for i in range(len(gradients))]
+    size = ops.payload_bytes(numels, codecs, num_chunks=2)
+    payload = ops.pack(gradients, codecs, num_chunks=2)
+    payloads = [payload[: size // 2]] * 3
+    pack = (codecs, 0.5, 2, names, "auto", 0, "stochastic", 7, 3, 1)
+    reduce = (numels, codecs, 2, 0, 1.0, names, "auto", 0, "stochastic", 7, 3)
+    residuals = [torch.zeros(n) for n in numels]
+    held = [torch.zeros(n) for n in ops.chunk_numels(numels, codecs, 2, 0)]
+    out, chunk_out = torch.empty(size, dtype=torch.uint8), torch.empty(size // 2, dtype=torch.uint8)
     return {
-        "pack": pack,
-        "pack_out": (*pack, torch.empty(size, dtype=torch.uint8)),
-        "reduce": reduce,
-        "reduce_out": (*reduce, torch.empty(size // 2, dtype=torch.uint8)),
-        "unpack": (payload, [g.clone() for g in gradients], codecs, 2, names, "auto"),
+        "pack": (gradients, *pack),
+        "pack_out": (gradients, *pack, out),
+        "pack_feedback": (gradients, residuals, *pack),
+        "pack_feedback_out": (gradients, residuals, *pack, out),
+        "reduce": (payloads, *reduce),
+        "reduce_out": (payloads, *reduce, chunk_out),
+        "reduce_feedback": (payloads, held, *reduce),
+        "reduce_feedback_out": (payloads, held, *reduce, chunk_out),
+        "unpack": (payload, [g.clone() for g in gradients], codecs, 2, names, "auto", 0),
     }
 
 
-@pytest.mark.parametrize("name", ["pack", "pack_out", "reduce", "reduce_out", "unpack"])
+@pytest.mark.parametrize("name", [f"{op}{kind}" for op in ("pack", "reduce") for kind in ENDINGS] + ["unpack"])
 def test_operators_pass_opcheck(name):
     torch.library.opcheck(getattr(OPS, name).default, samples()[name])
 
@@ -39,22 +48,24 @@ def test_all_operators_are_checked():
     assert registered == set(samples())
 
 
-def round_trip(gradients, codec, num_chunks):
-    payload = ops.pack(gradients, codec, 0.5, num_chunks)
+def round_trip(gradients, codec, num_chunks, residuals=None):
+    payload = ops.pack(gradients, codec, 0.5, num_chunks, residuals=residuals)
     summed = ops.reduce([payload.view(num_chunks, -1)[0]] * 2, [g.numel() for g in gradients], codec, num_chunks, 0)
     found, squares = ops.unpack(payload, gradients, codec, num_chunks)
     return summed, found, squares, payload
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, "int8"])
 def test_compiled_by_inductor_it_gives_the_same_bits(codec):
     compiled = torch.compile(round_trip, fullgraph=True, backend="inductor")
     for num_chunks in (1, 2):
         eager = [gradient(n, torch.float32, seed=n) for n in (5, 4097)]
         eager.append(torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last))
         copies = [g.clone() for g in eager]
-        expected = round_trip(eager, codec, num_chunks)
-        got = compiled(copies, codec, num_chunks)
+        residuals = [None] if codec != "int8" else [[torch.zeros(g.numel()) for g in eager] for _ in range(2)]
+        expected = round_trip(eager, codec, num_chunks, residuals[0])
+        got = compiled(copies, codec, num_chunks, residuals[-1])
+        assert codec != "int8" or all(same_bits(a, b) for a, b in zip(*residuals, strict=True))
         assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
         assert all(same_bits(a, b) for a, b in zip(eager, copies, strict=True))
 

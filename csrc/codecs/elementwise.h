@@ -1,39 +1,14 @@
 // Codecs without a scale: fp32, fp16, bf16. One value at a time, the same bits on the host and on a device.
 //
 // Rounding is to nearest, ties to even, done in integers: compilers and instruction sets disagree on NaN, on subnormal numbers
-// and on vectorised conversions, integers do not. Each format has one NaN: fp32 7FC00000, fp16 7E00, bf16 7FC0.
+// and on vectorised conversions, integers do not. With a random word (common/philox.h) rounding is stochastic. Each format has one NaN: fp32 7FC00000, fp16 7E00, bf16 7FC0.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#ifdef __CUDACC__
-#define GSYNC_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define GSYNC_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "../common/host_device.h"
 
 namespace gsync {
-
-GSYNC_HOST_DEVICE uint32_t bits_of(float value) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
-
-GSYNC_HOST_DEVICE float float_of(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
 
 GSYNC_HOST_DEVICE uint32_t encode_fp32(float value) {
   const uint32_t bits = bits_of(value);
@@ -44,6 +19,14 @@ GSYNC_HOST_DEVICE uint16_t encode_bf16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/// By the random word: up with the probability of the bits that are dropped.
+GSYNC_HOST_DEVICE uint16_t encode_bf16(float value, uint32_t word) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t rounded = (bits + (magnitude < 0x7f800000u ? word >> 16 : 0u)) >> 16;
+  return static_cast<uint16_t>(magnitude > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 GSYNC_HOST_DEVICE float decode_bf16(uint16_t code) { return float_of(static_cast<uint32_t>(code) << 16); }
@@ -58,6 +41,22 @@ GSYNC_HOST_DEVICE uint16_t encode_fp16(float value) {
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t code = magnitude < 0x38800000u ? subnormal : normal;
   code = magnitude >= 0x477ff000u ? 0x7c00u : code;  // from 65520 on, the nearest is Inf
+  return static_cast<uint16_t>(magnitude > 0x7f800000u ? 0x7e00u : (sign | code));
+}
+
+GSYNC_HOST_DEVICE uint16_t encode_fp16(float value, uint32_t word) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t normal = ((magnitude - 0x38000000u) >> 13) + ((word >> 19) < (magnitude & 0x1fffu) ? 1u : 0u);
+  // Subnormal results, in steps of 2^-24. Both products are exact.
+  const float steps = (magnitude < 0x38800000u ? float_of(magnitude) : 0.0f) * 16777216.0f;
+  const int32_t below = static_cast<int32_t>(steps);
+  const float fraction = steps - static_cast<float>(below);
+  const uint32_t subnormal = static_cast<uint32_t>(below) +
+                             (static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f < fraction ? 1u : 0u);
+  uint32_t code = magnitude < 0x38800000u ? subnormal : normal;
+  code = magnitude >= 0x47800000u ? 0x7c00u : code;
   return static_cast<uint16_t>(magnitude > 0x7f800000u ? 0x7e00u : (sign | code));
 }
 

@@ -18,7 +18,27 @@ struct LayoutView {
   int64_t num_tiles;
   int64_t num_segments;
   int64_t chunk_bytes;
+  bool has_scales;     // whether a segment has a block codec
+  int32_t flag_bytes;  // bytes per flag; the flags are the first bytes of a chunk
 };
+
+/// How values are encoded, beyond the codec. The defaults: to nearest even, nothing carried over, nothing measured.
+struct EncodeOptions {
+  // [num_segments] on the host, or null. residuals[s][element of the parameter] is added before encoding and replaced by what
+  // encoding lost; unchanged where the code is Inf or NaN, and where no rank used the parameter. An entry may be null.
+  float* const* residuals = nullptr;
+  // Round up with the probability that makes the mean exact, by the random word of `random_key` (philox.h), name and element.
+  bool stochastic = false;
+  uint64_t random_key = 0;
+  // [num_tiles, kErrorSums] or null: each tile adds its own (ErrorSum), so that sums over many steps need no reset between.
+  double* error_sums = nullptr;
+
+  bool any() const { return residuals != nullptr || stochastic || error_sums != nullptr; }
+};
+
+/// Columns of EncodeOptions::error_sums, over the elements whose code is finite.
+enum ErrorSum : int { kResidualSquares = 0, kInputSquares = 1, kNonzero = 2, kVanished = 3 };
+inline constexpr int64_t kErrorSums = 4;
 
 struct PackArgs {
   LayoutView layout;
@@ -27,6 +47,7 @@ struct PackArgs {
   float scale;  // multiplies each gradient in fp32 before the cast
   // [2] int64 or null: adds the elements that are not zero, and those of them that became zero (fp16 range check).
   int64_t* counters;
+  EncodeOptions encode = {};
 };
 
 struct ReduceArgs {
@@ -35,6 +56,9 @@ struct ReduceArgs {
   int64_t num_payloads;
   uint8_t* out;  // [chunk_bytes]
   float scale;  // multiplies the sum
+  // Residuals of the reducer: of each parameter only the elements of this chunk (share_of) are touched, so memory for those will
+  // do, entered as the address that element 0 would have.
+  EncodeOptions encode = {};
 };
 
 struct UnpackArgs {

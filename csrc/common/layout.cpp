@@ -13,19 +13,34 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t align(int64_t bytes) { return ceil_div(bytes, kPayloadAlignment) * kPayloadAlignment; }
 
-int64_t code_bytes(Kind codec) { return codec == Kind::kFp32 ? 4 : 2; }
+int64_t codes_bytes(Kind codec, int64_t numel) {
+  switch (codec) {
+    case Kind::kFp32: return 4 * numel;
+    case Kind::kFp16:
+    case Kind::kBf16: return 2 * numel;
+    case Kind::kInt4: return ceil_div(numel, 2);
+    default: return numel;
+  }
+}
 
-// Consecutive elements of one segment, before they have a place in a chunk.
-struct Run {
-  int64_t element;
-  int64_t numel;
-};
+int64_t block_size_of(const Segment& segment) {
+  if (is_elementwise(segment.codec)) return kElementwiseBlock;
+  if (segment.block_size != 0) return segment.block_size;
+  return segment.codec == Kind::kInt4 ? 64 : 256;
+}
+
+// Without padding.
+int64_t scales_bytes(const Share& share) {
+  if (is_elementwise(share.kind)) return 0;
+  return ceil_div(share.numel, share.block_size) * (share.kind == Kind::kInt4 ? 2 : 4);
+}
 
 // Part r of the `num_chunks` parts of a segment.
 Run part_of(const Segment& segment, int64_t r, int64_t num_chunks) {
-  const int64_t num_blocks = ceil_div(segment.numel, kElementwiseBlock);
-  const int64_t begin = num_blocks * r / num_chunks * kElementwiseBlock;
-  const int64_t end = num_blocks * (r + 1) / num_chunks * kElementwiseBlock;
+  const int64_t block_size = block_size_of(segment);
+  const int64_t num_blocks = ceil_div(segment.numel, block_size);
+  const int64_t begin = num_blocks * r / num_chunks * block_size;
+  const int64_t end = num_blocks * (r + 1) / num_chunks * block_size;
   return {begin, std::max<int64_t>(std::min(end, segment.numel) - begin, 0)};
 }
 
@@ -38,7 +53,8 @@ uint8_t common_flag_kind(const std::vector<Segment>& segments) {
   for (const Segment& segment : segments) {
     if (segment.codec != segments.front().codec) return kByteFlags;
   }
-  return segments.empty() ? kByteFlags : static_cast<uint8_t>(segments.front().codec);
+  if (segments.empty() || !is_elementwise(segments.front().codec)) return kByteFlags;
+  return static_cast<uint8_t>(segments.front().codec);
 }
 
 void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
@@ -57,10 +73,20 @@ void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t sli
       throw std::invalid_argument("layout: numels[" + std::to_string(i) + "] is " + std::to_string(segments[i].numel) +
                                   ", expected 0 or more");
     }
-    if (segments[i].codec > Kind::kBf16) {
+    if (segments[i].codec > Kind::kInt4) {
       throw std::invalid_argument("layout: codecs[" + std::to_string(i) + "] is " +
                                   std::to_string(static_cast<int>(segments[i].codec)) +
-                                  ", expected 0 (fp32), 1 (fp16) or 2 (bf16)");
+                                  ", expected 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp8_e4m3), 4 (fp8_e5m2), 5 (int8) or 6 (int4)");
+    }
+    const int64_t block_size = segments[i].block_size;
+    if (block_size != 0 && is_elementwise(segments[i].codec)) {
+      throw std::invalid_argument("layout: block_sizes[" + std::to_string(i) + "] is " + std::to_string(block_size) +
+                                  ", expected 0 with a codec that has no scale");
+    }
+    if (block_size != 0 && (block_size < kMinBlock || block_size > kMaxBlock || (block_size & (block_size - 1)) != 0)) {
+      throw std::invalid_argument("layout: block_sizes[" + std::to_string(i) + "] is " + std::to_string(block_size) +
+                                  ", expected 0 or a power of two from " + std::to_string(kMinBlock) + " to " +
+                                  std::to_string(kMaxBlock));
     }
     if (segments[i].dtype > Dtype::kFp64) {
       throw std::invalid_argument("layout: dtypes[" + std::to_string(i) + "] is " +
@@ -81,12 +107,17 @@ uint64_t hash64(std::string_view name) {
 }
 
 LayoutView Layout::view() const {
-  return {shares.data(), tiles.data(), static_cast<int64_t>(tiles.size()), num_segments, chunk_bytes};
+  return {shares.data(), tiles.data(), static_cast<int64_t>(tiles.size()), num_segments, chunk_bytes, has_scales, flag_bytes};
 }
 
 LayoutView Layout::view_of_chunk(int64_t chunk) const {
   const int64_t first = chunk_first_tile.at(chunk);
-  return {shares.data(), tiles.data() + first, chunk_first_tile.at(chunk + 1) - first, num_segments, chunk_bytes};
+  return {shares.data(), tiles.data() + first, chunk_first_tile.at(chunk + 1) - first, num_segments, chunk_bytes, has_scales,
+          flag_bytes};
+}
+
+Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks) {
+  return part_of(segment, part_idx(segment, chunk, num_chunks), num_chunks);
 }
 
 Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
@@ -95,6 +126,8 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
   Layout layout;
   layout.num_segments = num_segments;
   layout.num_chunks = num_chunks;
+  layout.segments = segments;
+  for (const Segment& segment : segments) layout.has_scales |= !is_elementwise(segment.codec);
 
   // 1. Partial sums, in the order of the elements of the whole bucket.
   std::vector<int64_t> first_partial(num_segments * num_chunks);
@@ -109,7 +142,8 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
 
   // 2. The shares of every chunk that fall into this slice.
   const uint8_t flag_kind = common_flag_kind(segments);
-  const int64_t flag_bytes = flag_kind == kByteFlags ? 1 : code_bytes(static_cast<Kind>(flag_kind));
+  const int64_t flag_bytes = flag_kind == kByteFlags ? 1 : codes_bytes(static_cast<Kind>(flag_kind), 1);
+  layout.flag_bytes = static_cast<int32_t>(flag_bytes);
   std::vector<int64_t> chunk_ends(num_chunks);
   std::vector<int64_t> chunk_first_share(num_chunks + 1);
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
@@ -130,7 +164,7 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
     }
     const int64_t slice_begin = chunk_tiles * slice_idx / num_slices;
     const int64_t slice_end = chunk_tiles * (slice_idx + 1) / num_slices;
-    int64_t offset = align(num_segments * flag_bytes);
+    const auto first_share = layout.shares.size();
     int64_t tile = 0;  // of the chunk, before it is cut into slices
     for (int64_t s = 0; s < num_segments; ++s) {
       const Segment& segment = segments[s];
@@ -144,16 +178,36 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
       Share share{};
       share.element = part.element + first * kTileElements;
       share.numel = std::min(part.numel, last * kTileElements) - first * kTileElements;
-      share.codes_offset = offset;
       share.first_partial = first_partial[s * num_chunks + r] + first;
       share.name_hash = segment.name_hash;
       share.segment = static_cast<int32_t>(s);
       share.chunk = static_cast<int32_t>(chunk);
-      share.block_size = static_cast<int32_t>(kElementwiseBlock);
+      share.block_size = static_cast<int32_t>(block_size_of(segment));
       share.kind = segment.codec;
       share.dtype = segment.dtype;
       layout.shares.push_back(share);
-      offset += align(share.numel * code_bytes(segment.codec));
+    }
+
+    // Places in the chunk: scales, then codes.
+    int64_t offset = align(num_segments * flag_bytes);
+    Share* last_with_scales = nullptr;
+    for (auto i = first_share; i < layout.shares.size(); ++i) {
+      Share& share = layout.shares[i];
+      const int64_t bytes = scales_bytes(share);
+      if (bytes == 0) continue;
+      share.scales_offset = offset;
+      share.scales_padding = static_cast<uint8_t>((4 - bytes % 4) % 4);
+      offset += bytes + share.scales_padding;
+      last_with_scales = &share;
+    }
+    if (last_with_scales != nullptr) {
+      last_with_scales->scales_padding += static_cast<uint8_t>(align(offset) - offset);
+      offset = align(offset);
+    }
+    for (auto i = first_share; i < layout.shares.size(); ++i) {
+      Share& share = layout.shares[i];
+      share.codes_offset = offset;
+      offset += align(codes_bytes(share.kind, share.numel));
     }
     chunk_ends[chunk] = offset;
     layout.chunk_bytes = std::max(layout.chunk_bytes, offset);

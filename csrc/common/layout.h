@@ -10,8 +10,8 @@
 // Bytes of one chunk of a slice, every area padded with zeros to 16 bytes:
 //   flags   one per segment of the bucket: 1 where the rank used the parameter. One byte each, or, where all segments have the
 //           same codec of fp32, fp16, bf16, one element of that type (1.0), so that an all_reduce can sum the chunk as an array
-//   scales  share by share (block codecs)
-//   codes   share by share, each padded to 16 bytes
+//   scales  of the shares that have any, each from a multiple of 4 bytes on: fp32, for int4 bf16
+//   codes   share by share, each padded to 16 bytes; int4: two a byte, the first in the low half
 //   padding to the largest chunk of the slice
 #pragma once
 
@@ -29,6 +29,13 @@ struct Segment {
   Dtype dtype;
   Kind codec;
   uint64_t name_hash;
+  int64_t block_size = 0;  // elements that share a scale; 0: the codec's own, and the only choice for codecs without a scale
+};
+
+/// Consecutive elements of one segment.
+struct Run {
+  int64_t element;
+  int64_t numel;
 };
 
 struct Layout {
@@ -40,6 +47,9 @@ struct Layout {
   int64_t num_chunks = 0;
   int64_t chunk_bytes = 0;
   int64_t num_partials = 0;                // of the whole bucket
+  bool has_scales = false;                 // whether a segment has a block codec
+  int32_t flag_bytes = 1;                  // bytes per flag
+  std::vector<Segment> segments;
 
   int64_t payload_bytes() const { return num_chunks * chunk_bytes; }
   /// Tables for all chunks, in host memory owned by this layout.
@@ -51,8 +61,12 @@ struct Layout {
 /// FNV-1a, 64 bits, of the UTF-8 bytes of a parameter's name.
 uint64_t hash64(std::string_view name);
 
+/// The elements of a segment that chunk `chunk` of the whole bucket holds: what one rank reduces, and keeps a residual for.
+Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks);
+
 /// The layout of one slice of a bucket.
-/// Throws std::invalid_argument for num_chunks < 1, num_slices < 1, slice_idx outside [0, num_slices) or a negative numel.
+/// Throws std::invalid_argument for num_chunks < 1, num_slices < 1, slice_idx outside [0, num_slices) a negative numel, or
+/// a block_size that is not a power of two from kMinBlock to kMaxBlock.
 Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx = 0, int64_t num_slices = 1);
 
 }  // namespace gsync

@@ -4,132 +4,14 @@
 // them. What a level may not change:
 //   bytes   rounding is integer arithmetic (codecs/elementwise.h); products and sums are not contracted (-ffp-contract=off)
 //   sums    squares go to kLanes accumulators by element index, whatever the width of a vector
-#include "../codecs/elementwise.h"
-
-#include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 
 #include "../common/float_control.h"
-#include "kernels.h"
-
-#if defined(__x86_64__)
-#define GSYNC_AVX2 __attribute__((target("avx2")))
-#define GSYNC_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#endif
-
-#define GSYNC_INLINE inline __attribute__((always_inline))
+#include "families.h"
+#include "formats.h"
 
 namespace gsync::cpu {
 namespace {
-
-constexpr int64_t kLanes = 16;   // accumulators of a sum of squares: two AVX-512 registers of fp64
-constexpr int64_t kStep = 256;   // elements that go through a buffer in the first-level cache
-static_assert(kTileElements % kStep == 0 && kStep % kLanes == 0);
-
-// ---------------------------------------------------------------------------------------------------------------- formats
-
-template <Kind kind>
-struct Codec;
-template <>
-struct Codec<Kind::kFp32> {
-  using Code = uint32_t;
-  static constexpr Code kOne = 0x3f800000u;
-  static GSYNC_INLINE Code encode(float x) { return encode_fp32(x); }
-  static GSYNC_INLINE float decode(Code code) { return float_of(code); }
-};
-template <>
-struct Codec<Kind::kFp16> {
-  using Code = uint16_t;
-  static constexpr Code kOne = 0x3c00u;
-  static GSYNC_INLINE Code encode(float x) { return encode_fp16(x); }
-  static GSYNC_INLINE float decode(Code code) { return decode_fp16(code); }
-};
-template <>
-struct Codec<Kind::kBf16> {
-  using Code = uint16_t;
-  static constexpr Code kOne = 0x3f80u;
-  static GSYNC_INLINE Code encode(float x) { return encode_bf16(x); }
-  static GSYNC_INLINE float decode(Code code) { return decode_bf16(code); }
-};
-
-// A gradient's element. `store` writes y rounded to the format and returns what it wrote.
-template <Dtype dtype>
-struct Gradient;
-template <>
-struct Gradient<Dtype::kFp32> {
-  using Type = uint32_t;
-  static GSYNC_INLINE float load(Type bits) { return float_of(bits); }
-  static GSYNC_INLINE bool is_zero(Type bits) { return (bits & 0x7fffffffu) == 0; }
-  static GSYNC_INLINE float store(float y, Type* element) {
-    *element = encode_fp32(y);
-    return y;
-  }
-};
-template <>
-struct Gradient<Dtype::kFp16> {
-  using Type = uint16_t;
-  static GSYNC_INLINE float load(Type bits) { return decode_fp16(bits); }
-  static GSYNC_INLINE bool is_zero(Type bits) { return (bits & 0x7fffu) == 0; }
-  static GSYNC_INLINE float store(float y, Type* element) {
-    *element = encode_fp16(y);
-    return decode_fp16(*element);
-  }
-};
-template <>
-struct Gradient<Dtype::kBf16> {
-  using Type = uint16_t;
-  static GSYNC_INLINE float load(Type bits) { return decode_bf16(bits); }
-  static GSYNC_INLINE bool is_zero(Type bits) { return (bits & 0x7fffu) == 0; }
-  static GSYNC_INLINE float store(float y, Type* element) {
-    *element = encode_bf16(y);
-    return decode_bf16(*element);
-  }
-};
-template <>
-struct Gradient<Dtype::kFp64> {
-  using Type = double;
-  static GSYNC_INLINE float load(Type g) { return static_cast<float>(g); }
-  static GSYNC_INLINE bool is_zero(Type g) { return g == 0.0; }
-  static GSYNC_INLINE float store(float y, Type* element) {
-    *element = y != y ? std::numeric_limits<double>::quiet_NaN() : static_cast<double>(y);
-    return y;
-  }
-};
-
-GSYNC_INLINE int64_t tile_begin(const Tile& tile) { return static_cast<int64_t>(tile.index) * kTileElements; }
-
-GSYNC_INLINE int64_t tile_numel(const Share& share, int64_t begin) { return std::min(kTileElements, share.numel - begin); }
-
-// Zeros from the end of a share's last code to the next area.
-GSYNC_INLINE void zero_tail(uint8_t* area, int64_t end_bytes) {
-  const int64_t rest = (kPayloadAlignment - end_bytes % kPayloadAlignment) % kPayloadAlignment;
-  for (int64_t i = 0; i < rest; ++i) area[end_bytes + i] = 0;
-}
-
-GSYNC_INLINE int64_t flag_kind_code(uint8_t flag_kind) {
-  switch (flag_kind) {
-    case static_cast<uint8_t>(Kind::kFp32): return Codec<Kind::kFp32>::kOne;
-    case static_cast<uint8_t>(Kind::kFp16): return Codec<Kind::kFp16>::kOne;
-    case static_cast<uint8_t>(Kind::kBf16): return Codec<Kind::kBf16>::kOne;
-    default: return 1;
-  }
-}
-
-enum class Access : int { kRead = 0, kWrite = 1 };
-
-// Asks for kStep elements of memory 1 KiB after those at `elements`, which are about to be worked on. The hardware's own prefetch
-// stops at every page: with this, pack and unpack take 0.8 to 0.9 of the time. Past the end of a tensor it does nothing.
-template <Access access, typename Element>
-GSYNC_INLINE void prefetch(const Element* elements) {
-  constexpr uintptr_t kCacheLine = 64;
-  constexpr uintptr_t kAhead = 1024;
-  for (uintptr_t line = 0; line < kStep * sizeof(Element); line += kCacheLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(elements) + kAhead + line),
-                       static_cast<int>(access), 3);
-  }
-}
 
 // ------------------------------------------------------------------------------------------------------------------- pack
 
@@ -205,6 +87,7 @@ GSYNC_INLINE void pack_tiles(const PackArgs& args, int64_t first, int64_t last) 
       case Kind::kBf16: pack_tile<Kind::kBf16>(args, share, begin, numel, area); break;
       case Kind::kFlags: pack_flags(args, share, begin, numel, area); break;
       case Kind::kPadding: std::memset(area + begin, 0, numel); break;
+      default: break;  // never asked for
     }
   }
 }
@@ -261,28 +144,12 @@ GSYNC_INLINE void reduce_tiles(const ReduceArgs& args, int64_t first, int64_t la
       case Kind::kBf16: reduce_tile<Kind::kBf16>(args, share, begin, numel); break;
       case Kind::kFlags: reduce_flags(args, share, begin, numel); break;
       case Kind::kPadding: std::memset(args.out + share.codes_offset + begin, 0, numel); break;
+      default: break;  // never asked for
     }
   }
 }
 
 // ----------------------------------------------------------------------------------------------------------------- unpack
-
-// Adds squares of numel values, numel a multiple of kLanes, to the accumulators.
-GSYNC_INLINE void add_squares(const float* __restrict values, int64_t numel, double* __restrict lanes) {
-  for (int64_t i = 0; i < numel; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = values[i + lane];
-      lanes[lane] += value * value;
-    }
-  }
-}
-
-GSYNC_INLINE double add_lanes(double* lanes) {
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
-}
 
 // Returns the tile's sum of squares, which is Inf or NaN exactly if a value is: fp64 holds the square of any fp32 number.
 template <Kind kind, Dtype dtype>
@@ -337,8 +204,7 @@ GSYNC_INLINE void unpack_tiles(const UnpackArgs& args, int64_t first, int64_t la
       case Kind::kFp32: partial = unpack_tile<Kind::kFp32>(args, share, begin, numel, failed); break;
       case Kind::kFp16: partial = unpack_tile<Kind::kFp16>(args, share, begin, numel, failed); break;
       case Kind::kBf16: partial = unpack_tile<Kind::kBf16>(args, share, begin, numel, failed); break;
-      case Kind::kFlags:
-      case Kind::kPadding: continue;
+      default: continue;
     }
     args.partials[share.first_partial + tile.index] = partial;
     found_nonfinite |= !std::isfinite(partial);
@@ -363,23 +229,7 @@ GSYNC_AVX512 void unpack_avx512(const UnpackArgs& args, int64_t first, int64_t l
 
 }  // namespace
 
-std::vector<Level> available_levels() {
-  std::vector<Level> levels = {Level::kBaseline};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) levels.push_back(Level::kAvx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    levels.push_back(Level::kAvx512);
-  }
-#endif
-  return levels;
-}
-
-Level best_level() {
-  static const Level level = available_levels().back();
-  return level;
-}
+namespace elementwise {
 
 void pack(const PackArgs& args, int64_t first, int64_t last, Level level) {
   const FloatControl control;
@@ -414,13 +264,5 @@ void unpack(const UnpackArgs& args, int64_t first, int64_t last, Level level) {
   }
 }
 
-void sum_partials(const UnpackArgs& args) {
-  const FloatControl control;
-  for (int64_t s = 0; s < args.layout.num_segments; ++s) {
-    double sum = 0.0;
-    for (int64_t p = args.segments[s].begin; p < args.segments[s].end; ++p) sum += args.partials[p];
-    args.sum_of_squares[s] = sum;
-  }
-}
-
+}  // namespace elementwise
 }  // namespace gsync::cpu
