@@ -179,16 +179,19 @@ struct ErrorLanes {
 
 // What encoding x to `decoded` did to it. Both are overwritten.
 GSYNC_INLINE void measure(float* __restrict x, float* __restrict decoded, int64_t numel, ErrorLanes& lanes) {
-  int32_t nonzero = 0;
-  int32_t vanished = 0;
+  uint32_t nonzero = 0;
+  uint32_t vanished = 0;
+  // In integers, without a branch: the compiler does not vectorise it otherwise.
   for (int64_t i = 0; i < numel; ++i) {
-    const bool finite = is_finite(decoded[i]);
-    const int32_t counts = x[i] != 0.0f && finite ? 1 : 0;
+    const uint32_t input = bits_of(x[i]);
+    const uint32_t output = bits_of(decoded[i]);
+    const uint32_t error = bits_of(x[i] - decoded[i]);
+    const uint32_t finite = (output & 0x7f800000u) != 0x7f800000u ? 1u : 0u;
+    const uint32_t counts = ((input & 0x7fffffffu) != 0 ? 1u : 0u) & finite;
     nonzero += counts;
-    vanished += decoded[i] == 0.0f ? counts : 0;
-    const float error = x[i] - decoded[i];
-    decoded[i] = finite ? error : 0.0f;
-    x[i] = finite ? x[i] : 0.0f;
+    vanished += ((output & 0x7fffffffu) == 0 ? 1u : 0u) & counts;
+    decoded[i] = float_of(error & (0u - finite));
+    x[i] = float_of(input & (0u - finite));
   }
   lanes.nonzero += nonzero;
   lanes.vanished += vanished;
