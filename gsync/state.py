@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import SyncConfig, make_config
-from .engine import Engine, check_device, choose, make_engine
+from .engine import Engine, check_device
 from .errors import GsyncError, SyncError
-from .groups import Meeting, find_group, timeout_of
+from .groups import find_group
 from .model import Model, read_model
 from .python_engine import fill_nan_gradients
-from .stats import SyncStats
-
-_STATE_KEYS = ("version", "rank", "world_size", "seed", "step", "residuals")
+from .surface import Surface
 
 
-class SyncState:
+class SyncState(Surface):
     """Synchronises the gradients of one model; the state of `gsync.hook`.
 
     Args:
@@ -49,122 +46,17 @@ class SyncState:
                 raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
             read_model(_inner(module), self.config)
             self._module = weakref.ref(module)
+        self._is_copy = False
         self._set_up()
-
-    def _set_up(self) -> None:
-        self._engine: Engine | None = None
-        self._failure: SyncError | None = None  # of the ranks' meeting, when there was no engine yet
-        self._group: Any = None
-        self._meeting: Meeting | None = None
-        self._model: Model | None = None
-        self._generation = 0
-        self._closed = self._is_copy = False
-        self._step, self._seed = 0, self.config.seed
-        self._totals: list[dict[str, Any]] = []
-
-    # What everybody may call; the same for every way in.
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, and the model goes on with a plain mean."""
-        return self._closed
-
-    def stats(self) -> SyncStats:
-        """What synchronisation cost since the last reset. On CUDA it waits for the device."""
-        return SyncStats.of(*self._totals, *([self._engine.stats()] if self._engine is not None else []))
-
-    def reset_stats(self) -> None:
-        """Sets the totals of `stats` to zero."""
-        self._totals = []
-        if self._engine is not None:
-            self._engine.reset_stats()
-
-    def grad_norm(self) -> torch.Tensor:
-        """[] fp64: the 2-norm of all gradients as synchronised in the last step, the same bits on every rank.
-
-        Never waits for a device.
-
-        Raises:
-            GsyncError: no step has been synchronised yet.
-        """
-        sums = self._started().sum_of_squares()
-        if sums.device.type == "cpu":  # added in the order of names
-            return sums.cumsum(0)[-1].sqrt()
-        return sums.sum().sqrt()
-
-    def found_nonfinite(self) -> torch.Tensor:
-        """[] bool: whether a synchronised gradient of the last step is Inf or NaN. Never waits for a device.
-
-        Raises:
-            GsyncError: no step has been synchronised yet.
-        """
-        return self._started().found_nonfinite()
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are synchronised, in the order of names."""
-        model = self._model or self._read()[0]
-        return model.alive()
-
-    def state_dict(self, consolidate: bool = False) -> dict[str, Any]:
-        """This rank's own state in plain numbers, for ``torch.load(weights_only=True)``. No collective.
-
-        Raises:
-            ValueError: consolidate=True, which adds up residuals; no codec of this version has them.
-        """
-        if consolidate:
-            raise ValueError("consolidate=True adds up residuals over ranks, and no codec of this version has them; leave it out")
-        rank, world_size = (self._group.rank(), self._group.size()) if self._group is not None else (-1, -1)  # -1: not known yet
-        return {
-            "version": 1,
-            "rank": rank,
-            "world_size": world_size,
-            "seed": self._seed,
-            "step": self._step_now(),
-            "residuals": {},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, of any rank and world size: step and seed are taken.
-
-        Raises:
-            ValueError: it is not a `state_dict` of a `SyncState`.
-        """
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise ValueError(f"load_state_dict: expected a state_dict of gsync, but {', '.join(missing)} is missing")
-        if state["version"] != 1:
-            raise ValueError(f"load_state_dict: version {state['version']}, expected 1; it is of a newer gsync")
-        self._step, self._seed = int(state["step"]), int(state["seed"])
-        if self._engine is not None:
-            self._engine.set_step(self._step)
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiplies all residuals by `factor`, for a change of the loss's scale. Codecs of this version have none: checks only.
-
-        Raises:
-            ValueError: `factor` is not a finite number above 0.
-        """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
-            raise ValueError(f"scale_residuals: factor={factor!r}, expected a finite number above 0")
 
     def reset(self) -> None:
         """Makes a failed state work again, from the next backward pass on. To be called on every rank, after the error."""
-        if self._engine is not None:
-            self._step = self._engine.step
-            self._totals.append(self._engine.stats())
-            self._engine.close()
-        self._engine = self._failure = None
-        self._generation += 1
+        super().reset()
         _reset_ddp(self._module)
 
     def close(self) -> None:
         """Ends the engine. The model goes on with a plain mean over the group; `gsync.register` starts gsync again."""
-        if self._engine is not None:
-            self._step = self._engine.step
-            self._totals.append(self._engine.stats())
-            self._engine.close()
-        self._engine = None
-        self._closed = True
+        super().close()
 
     # What the hook and `register` call.
 
@@ -222,21 +114,8 @@ class SyncState:
         if self._engine is not None:  # parameters that were frozen or missing at the start
             self._engine.set_parameters(*model.columns())
             return self._engine
-        check_device(self.config, model, group)
-        timeout_s = self.config.timeout_s or timeout_of(group, model.device)
-        kind = choose(self.config, model.device)
-        if group.size() > 1:
-            if self._meeting is None:
-                self._meeting = Meeting(group, timeout_s)
-            self._meeting.agree(_description(self.config, model, kind), self._generation)
         module = self._module  # weakly, as the engine must not keep the model
-        engine = make_engine(
-            kind, self.config, model, group, self._meeting, self._generation, timeout_s, lambda: _reset_ddp(module)
-        )
-        engine.set_parameters(*model.columns())
-        engine.set_step(self._step)
-        self._engine = engine
-        return engine
+        return self._make_engine(model, group, {}, lambda: _reset_ddp(module))
 
     def _read(self) -> tuple[Model, Any]:
         """Model and group; finds the DDP instance where it was not given."""
@@ -259,19 +138,6 @@ class SyncState:
             self._model = read_model(_inner(module), self.config)
         return self._model, self._group
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
-
-    def _started(self) -> Engine:
-        self._raise_failure()
-        if self._engine is None:
-            raise GsyncError("no backward pass has been synchronised yet")
-        return self._engine
-
-    def _step_now(self) -> int:
-        return self._engine.step if self._engine is not None else self._step
-
     # Pickled and copied without model, group and engine: a copy is a state that has not been used.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,10 +149,6 @@ class SyncState:
         self._set_up()
         self._step, self._seed = state["step"], state["seed"]
         self._is_copy = True
-
-    def __repr__(self) -> str:
-        phase = "closed" if self._closed else "not started" if self._engine is None else f"step {self._step_now()}"
-        return f"SyncState({self.config}, {phase})"
 
 
 def _check_door(config: SyncConfig) -> SyncConfig:
@@ -326,11 +188,3 @@ def _find_ddp(state: SyncState) -> DistributedDataParallel:
 
 def _holds(ddp: DistributedDataParallel, state: SyncState) -> bool:
     return any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))
-
-
-def _description(config: SyncConfig, model: Model, kind: Any) -> dict[str, Any]:
-    """What must be the same on every rank."""
-    from . import __version__
-
-    options = {name: repr(getattr(config, name)) for name in ("codec", "exchange", "average", "slice_mb", "transport")}
-    return {"version of gsync": __version__, "engine": str(kind), "parameters": model.description(), **options}

@@ -17,6 +17,7 @@ STAGES = (
     {"cli", "doctor"},
     {"hook", "reducer"},
     {"state"},
+    {"surface"},
     {"engine", "groups", "norm", "python_engine"},
     {"ops"},
     {"operators"},
