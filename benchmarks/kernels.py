@@ -2,7 +2,8 @@
 
 pack, reduce and unpack of one bucket under every backend, against a plain copy of the bucket and against what torch's own hooks
 do with it: `bucket.to(bf16).div_(world_size)` before the exchange, `bucket.copy_(received)` after it. All take turns in shuffled
-order. Before anything is timed, every backend's payload is compared with the reference's, byte by byte.
+order. gsync's are called as its engine calls them, with the bucket's layout and the payload's memory made beforehand; "feedback"
+adds a residual and keeps the new one. Before anything is timed, every backend's bytes are compared with the reference's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 import typer
 
 from gsync import machine
+from gsync.layout import CODEC_KINDS
 
 from . import report, timing
-from .options import CODECS
 from .progress import Progress
 
+CODECS = tuple(CODEC_KINDS)
 BACKENDS = ("reference", "native", "triton")
-_NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MIB = 2**20
 _CACHE_MIB = 512  # on a GPU work goes round buffers of this size, more than its cache holds
@@ -76,11 +77,10 @@ def make_cases(bucket: Bucket, codecs: list[str], backends: list[str], explicit:
     buffers, other = bucket.buffers, bucket.other
     cases = [Case("fp32 bucket", "copy", 2 * size, lambda idx: other.copy_(buffers[idx]))]
     for codec in codecs:
-        wire = float(_NUM_BYTES[codec] * bucket.numel)
         if codec in _DTYPES:
-            cases += _stock_cases(bucket, codec, size, wire)
+            cases += _stock_cases(bucket, codec, size)
         for backend in backends:
-            cases += _gsync_cases(bucket, codec, backend, size, wire, explicit)
+            cases += _gsync_cases(bucket, codec, backend, size, explicit)
     return cases
 
 
@@ -89,9 +89,10 @@ def default_backends(device: torch.device) -> list[str]:
     return [name for name in BACKENDS if name != "triton" or device.type == "cuda"]
 
 
-def _stock_cases(bucket: Bucket, codec: str, size: float, wire: float) -> list[Case]:
+def _stock_cases(bucket: Bucket, codec: str, size: float) -> list[Case]:
     dtype, world_size, buffers = _DTYPES[codec], bucket.world_size, bucket.buffers
     received = [buffer.to(dtype) for buffer in buffers]
+    wire = float(received[0].nbytes)
     family = f"torch's {codec} hook"
     return [
         Case(family, "to().div_()", size + 3 * wire, lambda idx: buffers[idx].to(dtype).div_(world_size)),
@@ -99,49 +100,81 @@ def _stock_cases(bucket: Bucket, codec: str, size: float, wire: float) -> list[C
     ]
 
 
-def _gsync_cases(bucket: Bucket, codec: str, backend: str, size: float, wire: float, explicit: bool) -> list[Case]:
-    from gsync import ops
-
-    world_size, scale = bucket.world_size, 1.0 / bucket.world_size
+def _gsync_cases(bucket: Bucket, codec: str, backend: str, size: float, explicit: bool) -> list[Case]:
     family = f"gsync {codec}"
     stock = f"torch's {codec} hook" if codec in _DTYPES else ""
     try:
-        wanted = ops.pack(bucket.gradients[0], codec=codec, scale=scale, backend="reference")
-        payloads = [ops.pack(gradients, codec=codec, scale=scale, backend=backend) for gradients in bucket.gradients]
-        parts = [ops.pack(bucket.gradients[0], codec=codec, num_chunks=world_size, backend=backend) for _ in range(world_size)]
-        numel = parts[0].numel() // world_size
-        chunks = [part[:numel] for part in parts]
-        whole = ops.reduce(chunks, bucket.sizes, codec=codec, num_chunks=world_size, scale=scale, backend=backend)
-        wanted_chunk = ops.reduce(chunks, bucket.sizes, codec=codec, num_chunks=world_size, scale=scale, backend="reference")
-        unpacked = list(bucket.other.split(bucket.sizes))
-        ops.unpack(payloads[0], unpacked, codec=codec, backend="reference")
-        wanted_values = bucket.other.clone()
-        ops.unpack(payloads[0], unpacked, codec=codec, backend=backend)
+        reference = Encoded(bucket, codec, "reference")
+        encoded = Encoded(bucket, codec, backend)
+        wanted, found = reference.results(), encoded.results()
     except Exception as error:
         if explicit:
             raise
         reason = " ".join(str(error).split())
-        return [Case(family, f"{name} {backend}", 0.0, lambda idx: None, refused=reason) for name in ("pack", "reduce", "unpack")]
-
-    def pack(idx: int) -> Any:
-        return ops.pack(bucket.gradients[idx], codec=codec, scale=scale, backend=backend, out=payloads[idx])
-
-    def reduce(idx: int) -> Any:
-        return ops.reduce(chunks, bucket.sizes, codec=codec, num_chunks=world_size, scale=scale, backend=backend, out=whole)
-
-    def unpack(idx: int) -> Any:
-        return ops.unpack(payloads[idx], unpacked, codec=codec, backend=backend)
-
+        names = ("pack", "pack, feedback", "reduce", "unpack")
+        return [Case(family, f"{name} {backend}", 0.0, lambda idx: None, refused=reason) for name in names]
+    wire, chunk, world_size = encoded.payloads[0].numel(), encoded.chunk.numel(), bucket.world_size
     cases = [
-        Case(family, f"pack {backend}", size + wire, pack, f"{stock} to().div_()" if stock else ""),
-        Case(family, f"reduce {backend}", wire * (1 + 1 / world_size), reduce),
-        Case(family, f"unpack {backend}", size + wire, unpack, f"{stock} copy_" if stock else ""),
+        Case(family, f"pack {backend}", size + wire, encoded.pack, f"{stock} to().div_()" if stock else ""),
+        Case(family, f"pack, feedback {backend}", 3 * size + wire, encoded.pack_with_feedback),
+        Case(family, f"reduce {backend}", chunk * (world_size + 1), encoded.reduce),
+        Case(family, f"unpack {backend}", size + wire, encoded.unpack, f"{stock} copy_" if stock else ""),
     ]
-    found = ((payloads[0], wanted), (whole, wanted_chunk), (bucket.other, wanted_values))
-    for case, (got, expected) in zip(cases, found, strict=True):
-        if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
+    for case, got, expected in zip(cases, found, wanted, strict=True):
+        if not torch.equal(got, expected):
             case.wrong = "other bytes than the reference"
     return cases
+
+
+class Encoded:
+    """A bucket under one codec and backend, and the operations as an engine calls them: layout and memory are made once."""
+
+    def __init__(self, bucket: Bucket, codec: str, backend: str) -> None:
+        from gsync import backends, encoding, operators
+
+        device, count, world_size = bucket.other.device, len(bucket.sizes), bucket.world_size
+        self._kernels = backends.get(backend, device)
+        codecs, names = [codec] * count, [str(idx) for idx in range(count)]
+        self._whole = operators.layout_for(bucket.sizes, codecs, names, 1, 0)
+        self._chunked = operators.layout_for(bucket.sizes, codecs, names, world_size, 0)
+        self._gradients, self._scale = bucket.gradients, 1.0 / world_size
+        self._unpacked = list(bucket.other.split(bucket.sizes))
+        self._options = encoding.EncodeOptions(
+            list(backends.empty_payload(4 * bucket.numel, device).view(torch.float32).zero_().split(bucket.sizes))
+        )
+        num_bytes = int(self._whole.sizes.payload_bytes)
+        self.payloads = [backends.empty_payload(num_bytes, device) for _ in bucket.gradients]
+        self.carried = backends.empty_payload(num_bytes, device)
+        self.chunk = backends.empty_payload(int(self._chunked.sizes.chunk_bytes), device)
+        sent = backends.empty_payload(int(self._chunked.sizes.payload_bytes), device)
+        self._kernels.pack(self._chunked, bucket.gradients[0], sent, self._scale)
+        self._received = [sent[: self.chunk.numel()].clone() for _ in range(world_size)]
+        self._partials = torch.empty(self._whole.sizes.num_partials, dtype=torch.float64, device=device)
+        self._found_nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self._sums = torch.empty(count, dtype=torch.float64, device=device)
+
+    def pack(self, idx: int) -> None:
+        self._kernels.pack(self._whole, self._gradients[idx], self.payloads[idx], self._scale)
+
+    def pack_with_feedback(self, idx: int) -> None:
+        self._kernels.pack(self._whole, self._gradients[idx], self.carried, self._scale, None, self._options)
+
+    def reduce(self, idx: int) -> None:
+        self._kernels.reduce(self._chunked, 0, self._received, self.chunk, self._scale)
+
+    def unpack(self, idx: int) -> None:
+        self._kernels.unpack(self._whole, self.payloads[idx], self._unpacked, self._partials, self._found_nonfinite, self._sums)
+
+    def results(self) -> list[torch.Tensor]:
+        """Do everything once, feedback twice; return the bytes written by each operation in the order of the table's rows."""
+        for idx in range(len(self.payloads)):
+            self.pack(idx)
+        self.pack_with_feedback(0)
+        self.pack_with_feedback(0)
+        self.reduce(0)
+        self.unpack(0)
+        values = torch.cat([part.reshape(-1) for part in self._unpacked])
+        return [self.payloads[0].clone(), self.carried.clone(), self.chunk.clone(), values.view(torch.uint8)]
 
 
 def measure(cases: list[Case], copies: int, repeats: int, device: torch.device, progress: Progress) -> None:

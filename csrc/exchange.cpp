@@ -1,10 +1,11 @@
 #include "exchange.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 #include <vector>
+
+#include "payload_memory.h"
 
 namespace gsync {
 namespace {
@@ -12,7 +13,7 @@ namespace {
 void grow(at::Tensor& buffer, int64_t bytes, c10::Device device) {
   if (buffer.defined() && buffer.numel() >= bytes) return;
   buffer.reset();  // give the old memory back first
-  buffer = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  buffer = empty_payload(bytes, device);
 }
 
 uint8_t* bytes_of(const at::Tensor& buffer) { return static_cast<uint8_t*>(buffer.mutable_data_ptr()); }

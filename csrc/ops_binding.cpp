@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "payload_memory.h"
 
 namespace py = pybind11;
 
@@ -309,6 +310,7 @@ void bind_ops(py::module_& module) {
       py::arg("num_slices") = 1, py::arg("block_sizes") = py::none());
   module.def("hash64", [](const std::string& name) { return hash64(name); });
   module.def("has_kernels", [](const std::string& device_type) { return has_kernels(c10::Device(device_type).type()); });
+  module.def("empty_payload", [](int64_t bytes) { return empty_payload(bytes, c10::Device(c10::DeviceType::CPU)); });
   module.def("cpu_levels", [] {
     std::vector<std::string> names;
     for (const cpu::Level level : cpu::available_levels()) names.emplace_back(name_of(level));

@@ -126,6 +126,13 @@ class NativeBackend:
         )
 
 
+def empty_payload(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes], not initialised; on the CPU on huge pages where the extension is there."""
+    if device.type == "cpu" and _has_native("cpu"):
+        return _native.C.empty_payload(num_bytes)  # type: ignore[union-attr]
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 _REFERENCE = ReferenceBackend()
 _NATIVE = NativeBackend()
 

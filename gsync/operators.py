@@ -97,10 +97,17 @@ def _pack_into(out, gradients, residuals, codecs, scale, num_chunks, names, back
         out.copy_(target)
 
 
-def _new_payload(gradients, codecs, scale, num_chunks, names, backend, block_size, *encoding):  # type: ignore[no-untyped-def]
+def _payload_size(gradients, codecs, scale, num_chunks, names, backend, block_size, *encoding):  # type: ignore[no-untyped-def]
     _check_dense("pack", gradients)
-    num_bytes = int(_layout_of(gradients, codecs, names, num_chunks, block_size).sizes.payload_bytes)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device_of(gradients, ()))
+    return int(_layout_of(gradients, codecs, names, num_chunks, block_size).sizes.payload_bytes)
+
+
+def _fake_payload(gradients, *arguments):  # type: ignore[no-untyped-def]
+    return torch.empty(_payload_size(gradients, *arguments), dtype=torch.uint8, device=device_of(gradients, ()))
+
+
+def _new_payload(gradients, *arguments):  # type: ignore[no-untyped-def]
+    return backends.empty_payload(_payload_size(gradients, *arguments), device_of(gradients, ()))
 
 
 def _pack(gradients, *arguments):  # type: ignore[no-untyped-def]
@@ -200,9 +207,9 @@ _FIRST, _BOTH = ("residuals",), ("residuals", "out")
 
 # needs_exact_strides: bytes follow the memory order, so a compiler must not change it.
 for _name, _schema, _function, _fake, _mutates in (
-    ("pack", f"({_GRADIENTS}, {_PACK}) -> Tensor", _pack, _new_payload, ()),
+    ("pack", f"({_GRADIENTS}, {_PACK}) -> Tensor", _pack, _fake_payload, ()),
     ("pack_out", f"({_GRADIENTS}, {_PACK}, {_OUT}) -> ()", _pack_out, _nothing, ("out",)),
-    ("pack_feedback", f"({_GRADIENTS}, {_RESIDUALS}, {_PACK}) -> Tensor", _pack_feedback, _second(_new_payload), _FIRST),
+    ("pack_feedback", f"({_GRADIENTS}, {_RESIDUALS}, {_PACK}) -> Tensor", _pack_feedback, _second(_fake_payload), _FIRST),
     ("pack_feedback_out", f"({_GRADIENTS}, {_RESIDUALS}, {_PACK}, {_OUT}) -> ()", _pack_feedback_out, _nothing, _BOTH),
     ("reduce", f"({_PAYLOADS}, {_REDUCE}) -> Tensor", _reduce, _new_chunk, ()),
     ("reduce_out", f"({_PAYLOADS}, {_REDUCE}, {_OUT}) -> ()", _reduce_out, _nothing, ("out",)),

@@ -266,7 +266,7 @@ class _Core:
         """Persistent memory of the slice under way; it grows to the largest slice."""
         found = self.pool.get((kind, self.slot))
         if found is None or found.numel() < num_bytes:
-            found = self.pool[kind, self.slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            found = self.pool[kind, self.slot] = backends.empty_payload(num_bytes, self.device)
         return found[:num_bytes]
 
     def _measure(self, gradients: Sequence[torch.Tensor], norm_idx: Sequence[int], step: _Step) -> None:

@@ -47,6 +47,29 @@ def test_every_instruction_set_gives_the_same_bits(codec, special):
             assert same_bits(a, b), level
 
 
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bucket_written_past_the_caches_is_written_whole_and_nothing_else(codec, dtype):
+    sizes = [700_001, 3, 500_002, 17, 70_000]  # above 4 MiB, gradients at every misalignment, steps that end anywhere
+    values = torch.randn(sum(sizes) + 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    payload = ops.pack(list(values[1:-1].split(sizes)), codec)
+    written = {}
+    for backend in ("reference", "native"):
+        buffer = torch.full_like(values, 7.0)
+        gradients = list(buffer[1:-1].split(sizes))
+        ops.unpack(payload, gradients, codec, backend=backend)
+        assert buffer[0] == 7.0 and buffer[-1] == 7.0
+        written[backend] = buffer
+    assert same_bits(written["reference"], written["native"])
+
+
+def test_large_payloads_are_aligned_and_writable_to_the_end():
+    for size in (1, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**20 + 3):
+        payload = _native.C.empty_payload(size)
+        assert payload.shape == (size,) and payload.dtype == torch.uint8 and payload.data_ptr() % 16 == 0
+        assert int(payload.fill_(1).sum(dtype=torch.int64)) == size
+
+
 def test_number_of_threads_changes_no_bit():
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (300000, 17, 70000)]
     before = torch.get_num_threads()

@@ -325,9 +325,11 @@ GSYNC_INLINE void encode_tiles(const Source& source, int64_t first, int64_t last
 
 // ----------------------------------------------------------------------------------------------------------------- unpack
 
-GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool failed) {
+GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool streams,
+                                bool failed) {
   const uint8_t* chunk = args.payload + share.chunk * args.layout.chunk_bytes;
   void* gradient = args.gradients[share.segment];
+  streams = streams && gradient != nullptr;
   double lanes[kLanes] = {};
   float values[kMaxStep];
   for (int64_t first = begin; first < begin + numel; first += step_of(share)) {
@@ -340,10 +342,12 @@ GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int6
     }
     with_dtype(share.dtype, [&](auto format) __attribute__((always_inline)) {
       using G = decltype(format);
-      typename G::Type unused[kMaxStep];
-      auto* __restrict elements = gradient == nullptr ? unused : static_cast<typename G::Type*>(gradient) + share.element + first;
-      prefetch<Access::kWrite>(elements);
+      typename G::Type buffered[kMaxStep];
+      auto* place = gradient == nullptr ? buffered : static_cast<typename G::Type*>(gradient) + share.element + first;
+      auto* __restrict elements = streams ? buffered : place;
+      if (!streams) prefetch<Access::kWrite>(elements);
       for (int64_t i = 0; i < n; ++i) values[i] = G::store(values[i], &elements[i]);
+      if (streams) stream(place, elements, n);
     });
     const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
     for (int64_t i = n; i < padded; ++i) values[i] = 0.0f;
@@ -353,16 +357,18 @@ GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int6
 }
 
 GSYNC_INLINE void unpack_tiles(const UnpackArgs& args, int64_t first, int64_t last) {
+  const bool streams = writes_past_caches(args.layout);
   bool found_nonfinite = false;
   for (int64_t t = first; t < last; ++t) {
     const Tile& tile = args.layout.tiles[t];
     const Share& share = args.layout.shares[tile.share];
     const int64_t begin = tile_begin(tile);
     const bool failed = args.failed != nullptr && __atomic_load_n(args.failed, __ATOMIC_RELAXED) != 0;
-    const double partial = unpack_tile(args, share, begin, tile_numel(share, begin), failed);
+    const double partial = unpack_tile(args, share, begin, tile_numel(share, begin), streams, failed);
     args.partials[share.first_partial + tile.index] = partial;
     found_nonfinite |= !std::isfinite(partial);
   }
+  if (streams) end_stream();
   if (found_nonfinite) __atomic_store_n(args.found_nonfinite, 1, __ATOMIC_RELAXED);
 }
 

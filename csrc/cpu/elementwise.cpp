@@ -153,26 +153,29 @@ GSYNC_INLINE void reduce_tiles(const ReduceArgs& args, int64_t first, int64_t la
 
 // Returns the tile's sum of squares, which is Inf or NaN exactly if a value is: fp64 holds the square of any fp32 number.
 template <Kind kind, Dtype dtype>
-GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool failed) {
+GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool streams,
+                                bool failed) {
   using Code = typename Codec<kind>::Code;
   using Element = typename Gradient<dtype>::Type;
   const uint8_t* area = args.payload + share.chunk * args.layout.chunk_bytes + share.codes_offset;
   auto* gradient = static_cast<Element*>(args.gradients[share.segment]);
   if (gradient != nullptr) gradient += share.element + begin;
+  streams = streams && gradient != nullptr;
   double lanes[kLanes] = {};
   float values[kStep];
-  Element unused[kStep];
+  Element buffered[kStep];
   for (int64_t step = 0; step < numel; step += kStep) {
     const int64_t n = std::min(kStep, numel - step);
     const Code* __restrict codes = reinterpret_cast<const Code*>(area) + begin + step;
-    Element* __restrict elements = gradient == nullptr ? unused : gradient + step;
+    Element* __restrict elements = gradient == nullptr || streams ? buffered : gradient + step;
     prefetch<Access::kRead>(codes);
-    prefetch<Access::kWrite>(elements);
+    if (!streams) prefetch<Access::kWrite>(elements);
     if (failed) {
       for (int64_t i = 0; i < n; ++i) values[i] = Gradient<dtype>::store(float_of(0x7fc00000u), &elements[i]);
     } else {
       for (int64_t i = 0; i < n; ++i) values[i] = Gradient<dtype>::store(Codec<kind>::decode(codes[i]), &elements[i]);
     }
+    if (streams) stream(gradient + step, elements, n);
     const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
     for (int64_t i = n; i < padded; ++i) values[i] = 0.0f;
     add_squares(values, padded, lanes);
@@ -181,17 +184,19 @@ GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int6
 }
 
 template <Kind kind>
-GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool failed) {
+GSYNC_INLINE double unpack_tile(const UnpackArgs& args, const Share& share, int64_t begin, int64_t numel, bool streams,
+                                bool failed) {
   switch (share.dtype) {
-    case Dtype::kFp32: return unpack_tile<kind, Dtype::kFp32>(args, share, begin, numel, failed);
-    case Dtype::kFp16: return unpack_tile<kind, Dtype::kFp16>(args, share, begin, numel, failed);
-    case Dtype::kBf16: return unpack_tile<kind, Dtype::kBf16>(args, share, begin, numel, failed);
-    case Dtype::kFp64: return unpack_tile<kind, Dtype::kFp64>(args, share, begin, numel, failed);
+    case Dtype::kFp32: return unpack_tile<kind, Dtype::kFp32>(args, share, begin, numel, streams, failed);
+    case Dtype::kFp16: return unpack_tile<kind, Dtype::kFp16>(args, share, begin, numel, streams, failed);
+    case Dtype::kBf16: return unpack_tile<kind, Dtype::kBf16>(args, share, begin, numel, streams, failed);
+    case Dtype::kFp64: return unpack_tile<kind, Dtype::kFp64>(args, share, begin, numel, streams, failed);
   }
   return 0.0;
 }
 
 GSYNC_INLINE void unpack_tiles(const UnpackArgs& args, int64_t first, int64_t last) {
+  const bool streams = writes_past_caches(args.layout);
   bool found_nonfinite = false;
   for (int64_t t = first; t < last; ++t) {
     const Tile& tile = args.layout.tiles[t];
@@ -201,14 +206,15 @@ GSYNC_INLINE void unpack_tiles(const UnpackArgs& args, int64_t first, int64_t la
     const bool failed = args.failed != nullptr && __atomic_load_n(args.failed, __ATOMIC_RELAXED) != 0;
     double partial = 0.0;
     switch (share.kind) {
-      case Kind::kFp32: partial = unpack_tile<Kind::kFp32>(args, share, begin, numel, failed); break;
-      case Kind::kFp16: partial = unpack_tile<Kind::kFp16>(args, share, begin, numel, failed); break;
-      case Kind::kBf16: partial = unpack_tile<Kind::kBf16>(args, share, begin, numel, failed); break;
+      case Kind::kFp32: partial = unpack_tile<Kind::kFp32>(args, share, begin, numel, streams, failed); break;
+      case Kind::kFp16: partial = unpack_tile<Kind::kFp16>(args, share, begin, numel, streams, failed); break;
+      case Kind::kBf16: partial = unpack_tile<Kind::kBf16>(args, share, begin, numel, streams, failed); break;
       default: continue;
     }
     args.partials[share.first_partial + tile.index] = partial;
     found_nonfinite |= !std::isfinite(partial);
   }
+  if (streams) end_stream();
   if (found_nonfinite) __atomic_store_n(args.found_nonfinite, 1, __ATOMIC_RELAXED);
 }
 
