@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,29 @@ class Reference:
         mean: per parameter, the mean.
         mean_abs: per parameter, the mean of |g|, to which bounds refer.
         noise: largest difference between two runs of the same backward pass, on any rank; 0 where kernels are deterministic.
+        own: this rank's gradients.
     """
 
     mean: list[Tensor]
     mean_abs: list[Tensor]
     noise: float
+    own: list[Tensor]
+    _absmax: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def block_absmax(self, block_size: int) -> list[Tensor]:
+        """Return per parameter and element the mean over ranks of the largest |g| in the element's block. Collective once."""
+        if block_size not in self._absmax:
+            found = []
+            for gradient in self.own:
+                flat = gradient.flatten().double().abs()
+                if flat.numel():
+                    blocks = nn.functional.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
+                    largest = blocks.amax(1) / dist.get_world_size()
+                    dist.all_reduce(largest)
+                    flat = largest.repeat_interleave(block_size)[: flat.numel()]
+                found.append(flat.view(gradient.shape))
+            self._absmax[block_size] = found
+        return self._absmax[block_size]
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,7 @@ def make_reference(first: Sequence[Tensor], second: Sequence[Tensor]) -> Referen
         dist.all_reduce(size)
         mean.append(exact)
         mean_abs.append(size)
-    return Reference(mean, mean_abs, float(noise))
+    return Reference(mean, mean_abs, float(noise), list(first))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -94,7 +112,8 @@ def check_mean(found: Sequence[Tensor], reference: Reference, bound: Bound | Non
     odd = odd_ranks(digest(found))
     squares, norm = 0.0, 0.0
     problem = ""
-    for idx, (value, mean, size) in enumerate(zip(found, reference.mean, reference.mean_abs, strict=True)):
+    sizes = reference.block_absmax(bound.block_size) if bound is not None and bound.block_size else reference.mean_abs
+    for idx, (value, mean, size) in enumerate(zip(found, reference.mean, sizes, strict=True)):
         difference = value.double() - mean
         squares += float(difference.square().sum())
         norm += float(mean.square().sum())

@@ -170,12 +170,14 @@ def _complain(problem: object, place: Place | None) -> None:
 
 
 def make_app() -> typer.Typer:
-    """Return the command line `bench` with its command `kernels`."""
-    from . import kernels
+    """Return the command line `bench` with its commands `kernels`, `error` and `convergence`."""
+    from . import convergence, error, kernels
 
     app = typer.Typer(add_completion=False, invoke_without_command=True, no_args_is_help=False)
     app.callback(invoke_without_command=True)(bench)
     app.command("kernels")(kernels.kernels)
+    app.command("error")(error.error)
+    app.command("convergence")(convergence.convergence)
     return app
 
 

@@ -252,6 +252,8 @@ class Job:
         }
         if own["link_bytes"]:
             row["link_bytes"] = timing.percentile(own["link_bytes"], 0.5)
+            if stock["link_bytes"]:
+                row["link_ratio"] = row["link_bytes"] / timing.percentile(stock["link_bytes"], 0.5)
         if stock["step_ms"]:
             for name in ("step", "backward"):
                 ratios = timing.paired_ratios(own[f"{name}_ms"], stock[f"{name}_ms"])

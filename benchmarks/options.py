@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .rivals import DDP_RIVALS, STOCK, Rival, make_rivals
+from .rivals import DDP_RIVALS, GSYNC, STOCK, Rival, make_rivals
 from .workloads import Sizes, full_sizes
 
-CODECS = ("fp32", "fp16", "bf16")
-EXCHANGES = ("all_reduce", "scatter_gather")
-GSYNC = "gsync"
 DIGITS_STEPS = 200  # enough to see the digits learnt
 SYNTHETIC_STEPS = 40  # with fewer paired steps two identical models differ by more than 3 %
 
@@ -24,7 +21,7 @@ class Options:
     Attributes:
         model, sizes: see workloads.
         rivals: names of DDP_RIVALS, or "gsync"; empty for all. Stock DDP, which the others are compared with, is always there.
-        codecs, exchanges: of gsync; every combination is a rival. Empty for all.
+        codecs, exchanges: of gsync; every combination is a rival. Empty for all that work together.
         fields: further fields of SyncConfig.
         bucket_cap_mb: DDP's bucket size in MiB; None for DDP's default.
         gradient_as_bucket_view: DDP's flag.
@@ -93,8 +90,7 @@ class Options:
             ValueError, TypeError: SyncConfig refuses the fields given.
         """
         names = (STOCK, *self.rivals) if self.rivals else (*DDP_RIVALS, GSYNC)
-        with_gsync = GSYNC in names
-        return make_rivals(names, (self.codecs or CODECS) if with_gsync else (), self.exchanges or EXCHANGES, self.fields)
+        return make_rivals(names, self.codecs, self.exchanges, self.fields)
 
     def to_json(self) -> str:
         """Return the options as one line that `from_json` reads."""

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+CODECS = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+EXCHANGES = ("all_reduce", "scatter_gather")
+GSYNC = "gsync"
 STOCK = "stock"
 TWIN = "stock again"
 DDP_RIVALS = (STOCK, TWIN, "fp16 hook", "bf16 hook", "PowerSGD")
@@ -28,21 +31,33 @@ POWERSGD_START = 2  # the earliest that torch allows; the checks before timing a
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a mean may lie from the exact one: |error| <= ((1 + u)^k - 1) * mean|g| + k * smallest / 2.
+    """How far a mean may lie from the exact one: |error| <= ((1 + u)^k - 1) * m + k * smallest / 2.
+
+    m is the mean over ranks of |g|, or where blocks share a scale of the largest |g| in the element's block. With error feedback
+    what one step loses is at most u/(1 - u) of m, and an error is the difference of two such losses: 2 ((1 + u)^k - 1)/(1 - u)^k.
 
     Attributes:
-        unit_roundoff: u, half the distance from 1 to the next number of the type that travels.
-        smallest: smallest positive number of that type: rounding below its normal range is absolute.
+        unit_roundoff: u, largest error of one rounding: half the distance from 1 to the next number of the type that travels;
+            of a block codec over the largest magnitude of the block.
+        smallest: twice the largest error that does not shrink with the value: the type's smallest positive number.
         roundings: world_size -> k, how often a value is rounded to that type on its way.
+        block_size: elements that share a scale, 0 for none.
+        error_feedback: residuals are kept.
     """
 
     unit_roundoff: float
     smallest: float
     roundings: Callable[[int], int]
+    block_size: int = 0
+    error_feedback: bool = False
 
     def relative(self, world_size: int) -> float:
-        """Return the factor of mean|g|, with the fp32 arithmetic around the codec counted in."""
-        return (1 + self.unit_roundoff) ** self.roundings(world_size) * (1 + 2.0**-24) ** (world_size + 2) - 1
+        """Return the factor of m, with the fp32 arithmetic around the codec counted in."""
+        num = self.roundings(world_size)
+        factor = (1 + self.unit_roundoff) ** num - 1
+        if self.error_feedback:
+            factor *= 2 / (1 - self.unit_roundoff) ** num
+        return (1 + factor) * (1 + 2.0**-24) ** (world_size + 2) - 1
 
     def absolute(self, world_size: int) -> float:
         """Return the part that does not shrink with the gradient."""
@@ -52,10 +67,33 @@ class Bound:
 _UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _SMALLEST = {"fp32": 2.0**-149, "fp16": 2.0**-24, "bf16": 2.0**-133}
 _NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+# Half the largest step between two codes over the largest code, and the default block. int4's scale is rounded up, by up to
+# 2^-7. All of them are above bf16's, the default codec of exempt parameters.
+_BLOCKS = {"fp8_e4m3": (16 / 448, 256), "fp8_e5m2": (4096 / 57344, 256), "int8": (1 / 254, 256), "int4": ((1 + 2**-7) / 14, 64)}
+_BLOCK_FLOAT_ERROR = 2.0**-22  # inv, x * inv, scale and code * scale, each rounded to fp32
+_BLOCK_SMALLEST = 2.0**-79  # a block below 2^-80 is sent as zeros
 
 
 def _bound(kind: str, roundings: Callable[[int], int]) -> Bound:
     return Bound(_UNIT_ROUNDOFF[kind], _SMALLEST[kind], roundings)
+
+
+def gsync_bound(codec: str, exchange: str, fields: Mapping[str, Any]) -> Bound:
+    """Return what the mean under `codec` may be off by; `fields` are further fields of SyncConfig."""
+    block_size = 0
+    if codec in _BLOCKS:
+        unit, block_size = _BLOCKS[codec]
+        unit += _BLOCK_FLOAT_ERROR
+        smallest = max(_BLOCK_SMALLEST, _SMALLEST[fields.get("exempt_codec", "bf16")])
+        block_size = fields.get("block_size") or block_size
+    else:
+        unit, smallest = _UNIT_ROUNDOFF[codec], _SMALLEST[codec]
+    if fields.get("rounding") == "stochastic":
+        unit, smallest = 2 * unit, 2 * smallest  # up or down, not to the nearer
+    twice = exchange == "scatter_gather"
+    return Bound(
+        unit, smallest, (lambda world: 2) if twice else (lambda world: world), block_size, bool(fields.get("error_feedback"))
+    )
 
 
 @dataclass
@@ -118,17 +156,34 @@ def make_rivals(
     """Return the rivals in the order of the table.
 
     Args:
-        ddp_names: of DDP_RIVALS.
-        codecs, exchanges: every combination becomes a gsync rival.
+        ddp_names: of DDP_RIVALS, and GSYNC.
+        codecs, exchanges: every combination becomes a gsync rival. Empty for all; of these, combinations that SyncConfig refuses
+            are left out.
         fields: further fields of SyncConfig for all gsync rivals.
 
     Raises:
-        ValueError, TypeError: SyncConfig refuses a combination.
+        ValueError, TypeError: SyncConfig refuses a combination that was asked for, or all with a codec or exchange that was.
     """
     rivals = [_ddp_rival(name) for name in DDP_RIVALS if name in ddp_names]
-    for codec in codecs:
-        rivals += [_gsync_rival(codec, exchange, fields) for exchange in exchanges]
-    return rivals
+    return rivals + (_gsync_rivals(codecs, exchanges, fields) if GSYNC in ddp_names else [])
+
+
+def _gsync_rivals(codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any]) -> list[Rival]:
+    pairs = [(codec, exchange) for codec in codecs or CODECS for exchange in exchanges or EXCHANGES]
+    rivals: dict[tuple[str, str], Rival] = {}
+    refusals: dict[tuple[str, str], Exception] = {}
+    for pair in pairs:
+        try:
+            rivals[pair] = _gsync_rival(*pair, fields)
+        except (ValueError, TypeError) as error:
+            refusals[pair] = error
+    asked_for = (
+        [[pair] for pair in pairs] if codecs and exchanges else [[p for p in pairs if w in p] for w in (*codecs, *exchanges)]
+    )
+    for group in asked_for or [pairs]:
+        if not any(pair in rivals for pair in group):
+            raise refusals[group[0]]
+    return list(rivals.values())
 
 
 def _numel(model: DistributedDataParallel) -> int:
@@ -190,6 +245,4 @@ def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any]) -> Rival:
 
         return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close)
 
-    if exchange == "scatter_gather":
-        return Rival("gsync", f"{codec} {exchange}", arm, _bound(codec, lambda world: 2))
-    return Rival("gsync", f"{codec} {exchange}", arm, _bound(codec, lambda world: world))
+    return Rival("gsync", f"{codec} {exchange}", arm, gsync_bound(codec, exchange, fields))

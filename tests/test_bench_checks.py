@@ -8,7 +8,10 @@ import torch.distributed as dist
 from gsync.benchmarks import checks, measure, rivals, workloads
 from gsync.benchmarks.options import Options
 from gsync.benchmarks.progress import Progress
+from gsync.benchmarks.simulation import SimulatedRanks
 from ranks import run_on_ranks
+
+from gsync import config
 
 FP32 = rivals.Bound(2.0**-24, 2.0**-149, lambda world: world + 1)
 BF16 = rivals.Bound(2.0**-8, 2.0**-133, lambda world: world)
@@ -39,6 +42,73 @@ def test_a_wrong_mean_is_noticed_on_every_rank() -> None:
     assert "parameter 2 is off by up to 0.001" in first["hidden"]
     assert "not finite" in first["nan"]
     assert "ranks 1, 2 hold other gradients" in first["odd"]
+
+
+def _block_verdicts(rank: int, world_size: int) -> dict[str, str]:
+    own = torch.full((2, 40), 0.01 * (rank + 1))
+    own[0, 3] = 1.0  # in the first block of 64, on every rank
+    empty = torch.empty(0, 2)
+    reference = checks.make_reference([own, empty], [own, empty])
+    bound = rivals.gsync_bound("int4", "scatter_gather", {})
+    allowed = bound.relative(world_size)  # of 1, the mean of the largest in the block; in the second block of 0.015
+    places = {"within": (0, 0.95), "above": (0, 1.05), "other block": (70, 0.016), "other block within": (70, 0.014)}
+    found = {}
+    for name, (place, size) in places.items():
+        mean = reference.mean[0].float()
+        mean.view(-1)[place] += size * allowed
+        found[name] = checks.check_mean([mean, empty], reference, bound).problem
+    return found
+
+
+def test_the_error_of_a_block_codec_is_held_against_its_block() -> None:
+    first, second = run_on_ranks(_block_verdicts, 2)
+    assert first == second
+    assert first["within"] == first["other block within"] == ""
+    assert "more than its bound" in first["above"] and "more than its bound" in first["other block"]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"])
+def test_bounds_hold_and_are_not_much_too_wide(codec: str, rounding: str) -> None:
+    numel, world_size, block = 5000, 3, {"int4": 64}.get(codec, 256)
+    worst = {}
+    for feedback in (False, True):
+        bound = rivals.gsync_bound(codec, "scatter_gather", {"error_feedback": feedback, "rounding": rounding})
+        ranks = SimulatedRanks({"weight": codec}, [numel], world_size, feedback, rounding)
+        generator = torch.Generator().manual_seed(1)
+        gradients = [[torch.randn(numel, generator=generator)] for _ in range(world_size)]  # the same at each step, as in the job
+        sizes = torch.stack([gradient.double().abs() for [gradient] in gradients])
+        if bound.block_size:
+            assert bound.block_size == block
+            blocks = torch.nn.functional.pad(sizes, (0, -numel % block)).view(world_size, -1, block).amax(2)
+            sizes = blocks.repeat_interleave(block, 1)[:, :numel]
+        allowed = sizes.mean(0) * bound.relative(world_size) + bound.absolute(world_size)
+        exact = sum(gradient.double() for [gradient] in gradients) / world_size
+        shares = []
+        for _ in range(4):
+            mean = torch.empty(numel)
+            ranks.synchronize(gradients, [mean])
+            shares.append(float(((mean.double() - exact).abs() / allowed).max()))
+        worst[feedback] = max(shares)
+    assert 0.2 < worst[False] <= 1 and 0.2 < worst[True] <= 1, worst
+
+
+def test_combinations_that_cannot_work_are_left_out_unless_asked_for() -> None:
+    def names(codecs: list[str], exchanges: list[str], **fields: Any) -> list[str]:
+        return [rival.name for rival in rivals.make_rivals([rivals.GSYNC], codecs, exchanges, fields)]
+
+    everything = names([], [])
+    assert "bf16 all_reduce" in everything and "bf16 scatter_gather" in everything
+    for codec in config.CODECS:
+        assert f"{codec} scatter_gather" in everything
+    with pytest.raises(ValueError, match="bf17"):
+        names(["bf16", "bf17"], [])
+    with pytest.raises(ValueError, match="ring"):
+        names([], ["all_reduce", "ring"])
+    with pytest.raises(ValueError, match="bf17"):
+        names(["bf16", "bf17"], ["all_reduce"])
+    with pytest.raises(ValueError, match="slice_mb"):
+        names([], [], slice_mb=0)
 
 
 def _relative_error(rank: int, world_size: int) -> float:

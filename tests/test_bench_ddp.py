@@ -15,9 +15,12 @@ import psutil
 import pytest
 import torch
 
+from gsync import config
+
 BENCH = [sys.executable, "-m", "gsync.benchmarks.ddp"]
 SMALL = ["--model", "mlp", "--layers", "2", "--width", "32", "--warmup", "2", "--quiet"]
 DDP_ONLY = ["--rival", "stock again"]
+NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "int4": 0.5}
 LIMIT_S = 150
 START_LIMIT_S = 150
 
@@ -66,15 +69,14 @@ def test_gsync_under_every_codec_and_exchange(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
     results, rows = json.loads(path.read_text()), rows_of(path)
     assert results["gsync_config"] == {"slice_mb": 1.0}
-    assert set(rows) == {"stock"} | {
-        f"{codec} {exchange}" for codec in ("fp32", "fp16", "bf16") for exchange in ("all_reduce", "scatter_gather")
-    }
+    summed = {f"{codec} all_reduce" for codec in ("fp32", "fp16", "bf16")}
+    assert set(rows) == {"stock"} | summed | {f"{codec} scatter_gather" for codec in config.CODECS}
     numel = results["parameters"]
     for name, row in rows.items():
         assert "wrong" not in row and "refused" not in row, row
         assert len(row["step_ms"]["samples"]) == 3
         if name != "stock":
-            payload = numel * (4 if name.startswith("fp32") else 2)
+            payload = numel * NUM_BYTES[name.split()[0]]
             assert row["wire_source"] == "stats" and row["stats"]["steps"] == 3
             # 2 (W-1)/W of the payload, and above that flags and padding, which weigh in a model of 2 k parameters
             assert 1.0 <= row["wire_bytes"] / (4 / 3 * payload) < 1.6

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from block_cases import BLOCK_CODECS, round_trip
+from gsync.benchmarks import error
 
 from gsync import ops, reference_block
 
@@ -27,26 +28,22 @@ def absmax_of(x, block_size):
     return blocks.abs().amax(1, keepdim=True).expand_as(blocks).reshape(-1)[: x.numel()]
 
 
-def relative_error(x, exact):
-    return float((x.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("magnitude", [1.0, 1e-15, 1e30])
 def test_error_of_one_encoding_is_within_its_bound(backend, codec, magnitude):
     x = normal(10007) * magnitude
     x[:2560] *= 10.0 ** torch.linspace(-6, 6, 2560)
-    error = (round_trip(x, codec, backend=backend) - x).abs()
+    lost = (round_trip(x, codec, backend=backend) - x).abs()
     bound = absmax_of(x, BLOCK[codec]) * (ERROR_OF_ABSMAX[codec] + FLOAT_ERROR)
-    assert bool((error <= bound).all()), float((error / bound).max())
+    assert bool((lost <= bound).all()), float((lost / bound).max())
 
 
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("block_size", [32, 64, 128, 256, 1024, 4096])
 def test_bound_holds_for_every_block_size(codec, block_size):
     x = normal(9001, seed=block_size)
-    error = (round_trip(x, codec, block_size=block_size) - x).abs()
-    assert bool((error <= absmax_of(x, block_size) * (ERROR_OF_ABSMAX[codec] + FLOAT_ERROR)).all())
+    lost = (round_trip(x, codec, block_size=block_size) - x).abs()
+    assert bool((lost <= absmax_of(x, block_size) * (ERROR_OF_ABSMAX[codec] + FLOAT_ERROR)).all())
 
 
 @hypothesis.given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
@@ -61,55 +58,29 @@ def test_finite_stays_finite_and_zero_stays_zero(numbers):
         assert bool(((back.double() - x.double()).abs() <= torch.where(zero_block, 2.0**-80, bound)).all())
 
 
+# Measured as `gsync bench error` does.
+
+
 @pytest.mark.parametrize(("codec", "bound"), [("int8", 8e-4), ("int4", 1.2e-2), ("fp8_e4m3", 3e-3), ("fp8_e5m2", 6e-3)])
 def test_stochastic_rounding_is_unbiased(codec, bound):
-    t = normal(16384)
-    total = torch.zeros_like(t, dtype=torch.float64)
-    for step in range(256):
-        total += round_trip(t, codec, rounding="stochastic", seed=7, step=step)
-    assert relative_error(total / 256, t.double()) <= bound
+    assert error.bias(codec, 16384, draws=256) <= bound
 
 
 @pytest.mark.parametrize(("codec", "bound"), [("bf16", 0.0026), ("int8", 0.011), ("fp8_e4m3", 0.04), ("int4", 0.165)])
 def test_error_does_not_grow_with_the_number_of_ranks(codec, bound):
-    errors = {}
-    numel = 8192
-    for world_size in (2, 8, 64, 512):
-        exact = torch.zeros(numel, dtype=torch.float64)
-        payloads = []
-        for rank in range(world_size):
-            x = normal(numel, seed=1000 * world_size + rank)
-            exact += x.double() / world_size
-            payloads.append(ops.pack([x], codec, 1 / world_size, rank=rank))
-        back = torch.empty(numel)
-        ops.unpack(ops.reduce(payloads, [numel], codec), [back], codec)
-        errors[world_size] = relative_error(back, exact)
+    errors = {world_size: error.error_of_mean(codec, world_size, 8192) for world_size in (2, 8, 64, 512)}
     assert max(errors.values()) <= bound, errors
-    assert all(abs(error / errors[2] - 1) <= 0.1 for error in errors.values()), errors
+    assert all(abs(value / errors[2] - 1) <= 0.1 for value in errors.values()), errors
 
 
 @pytest.mark.parametrize(("codec", "bound"), [("int8", 0.0025), ("int4", 0.04), ("fp8_e4m3", 0.008), ("fp8_e5m2", 0.016)])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_error_feedback_keeps_the_sum_over_40_steps(codec, bound, rounding):
-    numel, world_size = 8192, 2
-    sent = [torch.zeros(numel) for _ in range(world_size)]
-    kept = [torch.zeros(numel)]
-    exact, total = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-    for step in range(40):
-        how = {"rounding": rounding, "seed": 5, "step": step}
-        payloads = []
-        for rank in range(world_size):
-            x = normal(numel, seed=100 * step + rank)
-            exact += x.double() / world_size
-            payloads.append(ops.pack([x], codec, 1 / world_size, rank=rank, residuals=[sent[rank]], **how))
-        back = torch.empty(numel)
-        ops.unpack(ops.reduce(payloads, [numel], codec, residuals=kept, **how), [back], codec)
-        total += back
+    found, with_residuals = error.error_of_sum(codec, 8192, world_size=2, rounding=rounding, steps=40)
     # Stochastic rounding errs by up to a whole step, and so does what is left over in the residuals.
-    assert relative_error(total, exact) <= bound * (1 if rounding == "nearest" else 2)
+    assert found <= bound * (1 if rounding == "nearest" else 2)
     # Nothing is lost: what did not arrive is in the residuals.
-    left = total + sum(r.double() for r in sent) + kept[0]
-    assert relative_error(left, exact) <= 1e-5
+    assert with_residuals <= 1e-5
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
