@@ -1,11 +1,15 @@
 #include "bucket_plan.h"
 
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -17,7 +21,11 @@ Kind codec_of(const std::string& name) {
   if (name == "fp32") return Kind::kFp32;
   if (name == "fp16") return Kind::kFp16;
   if (name == "bf16") return Kind::kBf16;
-  TORCH_CHECK_VALUE(false, "Engine.set_parameters: codec must be fp32, fp16 or bf16, got ", name);
+  if (name == "fp8_e4m3") return Kind::kFp8E4m3;
+  if (name == "fp8_e5m2") return Kind::kFp8E5m2;
+  if (name == "int8") return Kind::kInt8;
+  if (name == "int4") return Kind::kInt4;
+  TORCH_CHECK_VALUE(false, "Engine.set_parameters: codec must be fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8 or int4, got ", name);
 }
 
 // How a kernel sees the elements of a buffer; a complex element is two real ones.
@@ -41,6 +49,8 @@ ElementType element_type(at::ScalarType type) {
   }
 }
 
+at::TensorOptions doubles_on(c10::Device device) { return at::TensorOptions().dtype(at::kDouble).device(device); }
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The layout of a slice whose payload is the bucket's own buffer: what travels is the gradients as they lie there, so there are
@@ -59,41 +69,59 @@ Layout in_place_layout(Layout layout, const std::vector<int64_t>& offsets) {
 
 }  // namespace
 
+Parameters::Parameters(const Exchange& exchange, c10::Device device, PlanOptions options)
+    : exchange_(exchange), device_(device), options_(options) {
+  if (options_.measure_error) retired_errors_ = at::zeros({2, kErrorSums}, doubles_on(device_));
+}
+
 size_t Parameters::KeyHash::operator()(const Key& key) const {
-  size_t hash = static_cast<size_t>(key.dtype);
+  size_t hash = c10::hash_combine(static_cast<size_t>(key.dtype), key.has_started ? 1 : 0);
   for (const c10::TensorImpl* parameter : key.parameters) hash = c10::hash_combine(hash, reinterpret_cast<size_t>(parameter));
   return hash;
 }
 
-void Parameters::set(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-                     const std::vector<std::string>& codecs) {
-  TORCH_CHECK_VALUE(names.size() == parameters.size() && codecs.size() == parameters.size(),
-                    "Engine.set_parameters: expected as many names and codecs as parameters, got ", parameters.size(),
-                    " parameters, ", names.size(), " names, ", codecs.size(), " codecs");
-  std::vector<size_t> by_name(names.size());
+void Parameters::set(const ParameterTable& given) {
+  const size_t count = given.parameters.size();
+  const auto fits = [count](size_t size) { return size == 0 || size == count; };
+  TORCH_CHECK_VALUE(given.names.size() == count && given.codecs.size() == count && fits(given.block_sizes.size()) &&
+                        fits(given.residuals.size()),
+                    "Engine.set_parameters: expected as many names, codecs, block sizes and residuals as parameters, got ", count,
+                    " parameters, ", given.names.size(), " names, ", given.codecs.size(), " codecs, ", given.block_sizes.size(),
+                    " block sizes, ", given.residuals.size(), " residuals");
+  const std::vector<std::string>& names = given.names;
+  std::vector<size_t> by_name(count);
   std::iota(by_name.begin(), by_name.end(), size_t{0});
   std::sort(by_name.begin(), by_name.end(), [&](size_t a, size_t b) { return names[a] < names[b]; });
 
   std::unordered_map<const c10::TensorImpl*, Entry> table;
-  for (size_t idx = 0; idx < by_name.size(); ++idx) {
+  for (size_t idx = 0; idx < count; ++idx) {
     const size_t i = by_name[idx];
     TORCH_CHECK_VALUE(idx == 0 || names[by_name[idx - 1]] != names[i], "Engine.set_parameters: two parameters are named ",
                       names[i]);
-    Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(parameters[i].getIntrusivePtr()), hash64(names[i]), codec_of(codecs[i]),
-                static_cast<int64_t>(idx)};
-    const bool is_new = table.emplace(parameters[i].unsafeGetTensorImpl(), std::move(entry)).second;
+    Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(given.parameters[i].getIntrusivePtr()),
+                hash64(names[i]),
+                codec_of(given.codecs[i]),
+                given.block_sizes.empty() ? 0 : given.block_sizes[i],
+                static_cast<int64_t>(idx),
+                given.residuals.empty() ? Residual{} : given.residuals[i].value_or(Residual{})};
+    TORCH_CHECK_VALUE(is_elementwise(entry.codec) || !exchange_.encodes() || !exchange_.one_codec(),
+                      "Engine.set_parameters: codec ", given.codecs[i], " of parameter ", names[i],
+                      " needs scatter_gather: libraries cannot sum it");
+    const bool is_new = table.emplace(given.parameters[i].unsafeGetTensorImpl(), std::move(entry)).second;
     TORCH_CHECK_VALUE(is_new, "Engine.set_parameters: parameter ", names[i], " came twice");
   }
   table_ = std::move(table);
+  for (const auto& [key, plan] : plans_) retire(*plan);
   plans_.clear();
 }
 
 std::shared_ptr<BucketPlan> Parameters::plan(const Bucket& bucket, int64_t step) {
-  Key key{{}, bucket.buffer.scalar_type()};
+  const bool has_started = step >= options_.start_step;
+  Key key{{}, bucket.buffer.scalar_type(), has_started};
   key.parameters.reserve(bucket.parameters.size());
   for (const at::Tensor& parameter : bucket.parameters) key.parameters.push_back(parameter.unsafeGetTensorImpl());
   auto found = plans_.find(key);
-  if (found == plans_.end()) found = plans_.emplace(std::move(key), make_plan(bucket)).first;
+  if (found == plans_.end()) found = plans_.emplace(std::move(key), make_plan(bucket, has_started)).first;
   found->second->last_step = step;
   return found->second;
 }
@@ -107,18 +135,101 @@ std::shared_ptr<BucketPlan> Parameters::sparse_plan(const Bucket& bucket) const 
                       parameter.sizes(), " that set_parameters did not get");
     part.norm_idx.push_back(entry->second.norm_idx);
   }
-  const auto doubles = at::TensorOptions().dtype(at::kDouble).device(device_);
-  part.sum_of_squares = at::zeros({static_cast<int64_t>(part.norm_idx.size())}, doubles);
+  part.sum_of_squares = at::zeros({static_cast<int64_t>(part.norm_idx.size())}, doubles_on(device_));
   return plan;
 }
 
 void Parameters::forget_unused_plans(int64_t step) {
   for (auto it = plans_.begin(); it != plans_.end();) {
-    it = it->second->last_step + 1 < step ? plans_.erase(it) : std::next(it);
+    const bool is_unused = it->second->last_step + 1 < step;
+    if (is_unused) retire(*it->second);
+    it = is_unused ? plans_.erase(it) : std::next(it);
   }
 }
 
-std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
+// ---- what encoding lost ----
+
+void Parameters::add_residual(Part& part, const Segment& segment, const Residual& residual) const {
+  part.residuals.push_back(residual);
+  part.sender_residuals.push_back(nullptr);
+  part.reducer_residuals.push_back(nullptr);
+  if (!residual.sender.defined()) return;
+  const Run held = share_of(segment, options_.rank, exchange_.num_chunks());
+  for (const auto& [memory, numel] : {std::pair(residual.sender, segment.numel), std::pair(residual.reducer, held.numel)}) {
+    TORCH_CHECK_VALUE(memory.defined() && memory.scalar_type() == at::kFloat && memory.is_contiguous() &&
+                          memory.numel() == numel && memory.device() == device_,
+                      "Engine.set_parameters: expected a residual of ", numel, " contiguous fp32 elements on ", device_);
+  }
+  part.sender_residuals.back() = static_cast<float*>(residual.sender.mutable_data_ptr());
+  if (held.numel == 0) return;
+  // As the address of element 0, though only the elements held are there.
+  const auto address = reinterpret_cast<uintptr_t>(residual.reducer.mutable_data_ptr()) - held.element * sizeof(float);
+  part.reducer_residuals.back() = reinterpret_cast<float*>(address);
+}
+
+void Parameters::add_error_tables(Part& part, const Layout& layout) const {
+  const auto zeros = [this](int64_t tiles) { return at::zeros({tiles, kErrorSums}, doubles_on(device_)); };
+  part.pack_errors.push_back(zeros(static_cast<int64_t>(layout.tiles.size())));
+  if (exchange_.num_chunks() == 1) return;
+  const auto& first_tile = layout.chunk_first_tile;
+  part.reduce_errors.push_back(zeros(first_tile[options_.rank + 1] - first_tile[options_.rank]));
+}
+
+void Parameters::retire(const BucketPlan& plan) {
+  for (const Part& part : plan.parts) {
+    for (const at::Tensor& table : part.pack_errors) retired_errors_.select(0, 0).add_(table.sum(0));
+    for (const at::Tensor& table : part.reduce_errors) retired_errors_.select(0, 1).add_(table.sum(0));
+  }
+}
+
+at::Tensor Parameters::error_sums() const {
+  if (!retired_errors_.defined()) return {};
+  at::Tensor total = retired_errors_.clone();
+  for (const auto& [key, plan] : plans_) {
+    for (const Part& part : plan->parts) {
+      for (const at::Tensor& table : part.pack_errors) total.select(0, 0).add_(table.sum(0));
+      for (const at::Tensor& table : part.reduce_errors) total.select(0, 1).add_(table.sum(0));
+    }
+  }
+  return total;
+}
+
+void Parameters::reset_error_sums() {
+  if (!retired_errors_.defined()) return;
+  retired_errors_.zero_();
+  for (const auto& [key, plan] : plans_) {
+    for (Part& part : plan->parts) {
+      for (at::Tensor& table : part.pack_errors) table.zero_();
+      for (at::Tensor& table : part.reduce_errors) table.zero_();
+    }
+  }
+}
+
+void Parameters::follow_loss_scale(const at::Tensor& scale, at::Tensor& unit) {
+  std::vector<at::Tensor> residuals;
+  for (const auto& [key, entry] : table_) {
+    if (!entry.residual.sender.defined()) continue;
+    residuals.push_back(entry.residual.sender);
+    residuals.push_back(entry.residual.reducer);
+  }
+  if (residuals.empty()) return;
+  if (device_.is_cpu()) {
+    const float now = *static_cast<const float*>(scale.const_data_ptr());
+    float& before = *static_cast<float*>(unit.mutable_data_ptr());
+    if (now == before || !(now > 0) || !std::isfinite(now)) return;
+    for (at::Tensor& residual : residuals) residual.mul_(now / before);
+    before = now;
+    return;
+  }
+  const at::Tensor is_scale = scale.gt(0).logical_and_(scale.isfinite());
+  const at::Tensor now = at::where(is_scale, scale, unit);
+  at::_foreach_mul_(residuals, now.div(unit).view({}));
+  unit.copy_(now);
+}
+
+// ---- one bucket ----
+
+std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has_started) const {
   const ElementType type = element_type(bucket.buffer.scalar_type());
   auto plan = std::make_shared<BucketPlan>();
 
@@ -130,18 +241,23 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
   };
   std::map<int, Draft> drafts;  // by codec where a payload has one, else a single one
   int64_t numel = 0;
-  for (const at::Tensor& parameter : bucket.parameters) {
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    const at::Tensor& parameter = bucket.parameters[i];
     const auto entry = table_.find(parameter.unsafeGetTensorImpl());
     TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ",
                       parameter.sizes(), " that set_parameters did not get");
     // DDP gives a complex parameter a buffer of real numbers, in pairs.
     const bool in_pairs = parameter.is_complex() && !bucket.buffer.is_complex();
     const int64_t segment_numel = parameter.numel() * (in_pairs ? 2 : type.per_element);
-    const Kind codec = exchange_.encodes() ? entry->second.codec : Kind::kFp32;
+    Kind codec = exchange_.encodes() ? entry->second.codec : Kind::kFp32;
+    if (!is_elementwise(codec) && !has_started) codec = Kind::kBf16;
     Draft& draft = drafts[exchange_.one_codec() ? static_cast<int>(codec) : 0];
-    draft.segments.push_back({segment_numel, type.dtype, codec, entry->second.name_hash});
+    draft.segments.push_back(
+        {segment_numel, type.dtype, codec, entry->second.name_hash, is_elementwise(codec) ? 0 : entry->second.block_size});
     draft.numel += segment_numel;
+    if (has_started && exchange_.encodes()) add_residual(draft.part, draft.segments.back(), entry->second.residual);
     draft.part.offsets.push_back(numel * type.bytes);
+    draft.part.parameter_idx.push_back(static_cast<int64_t>(i));
     draft.part.norm_idx.push_back(entry->second.norm_idx);
     draft.part.is_fp16 = draft.part.is_fp16 || codec == Kind::kFp16;
     numel += segment_numel;
@@ -150,20 +266,25 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket) const {
                     bucket.buffer.numel() * type.per_element, " elements, its parameters ", numel);
 
   // 2. Cut each part into slices, all of them with the same tables of sums.
-  const auto doubles = at::TensorOptions().dtype(at::kDouble).device(device_);
   for (auto& [codec, draft] : drafts) {
     Part& part = draft.part;
+    const auto is_kept = [](const Residual& residual) { return residual.sender.defined(); };
+    if (std::none_of(part.residuals.begin(), part.residuals.end(), is_kept)) {
+      part.sender_residuals.clear();
+      part.reducer_residuals.clear();
+    }
     part.in_place = device_.is_cpu() && drafts.size() == 1 && exchange_.num_chunks() == 1 && type.dtype == Dtype::kFp32 &&
                     draft.segments.front().codec == Kind::kFp32;
     const int64_t num_tiles = std::max<int64_t>(1, ceil_div(draft.numel, kTileElements));
-    const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, slice_bytes_), 1, num_tiles);
+    const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, options_.slice_bytes), 1, num_tiles);
     for (int64_t slice = 0; slice < num_slices; ++slice) {
       auto layout = std::make_shared<Layout>(build_layout(draft.segments, exchange_.num_chunks(), slice, num_slices));
       if (part.in_place) *layout = in_place_layout(std::move(*layout), part.offsets);
       if (slice == 0) {
-        part.partials = at::zeros({layout->num_partials}, doubles);
-        part.sum_of_squares = at::zeros({layout->num_segments}, doubles);
+        part.partials = at::zeros({layout->num_partials}, doubles_on(device_));
+        part.sum_of_squares = at::zeros({layout->num_segments}, doubles_on(device_));
       }
+      if (options_.measure_error && exchange_.encodes() && !part.in_place) add_error_tables(part, *layout);
       plan->wire_bytes += exchange_.wire_bytes(*layout);
       part.slices.push_back(std::make_unique<DeviceLayout>(std::move(layout), device_));
     }

@@ -47,7 +47,10 @@ Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options) : op
   pipeline_.scale = static_cast<float>(options_.scale);
   pipeline_.exchange = make_exchange(options_.exchange, transport, options_.rank, options_.world_size);
   pipeline_.transport = std::move(transport);
-  parameters_.emplace(*pipeline_.exchange, options_.device, options_.slice_bytes);
+  pipeline_.rank = options_.rank;
+  pipeline_.stochastic = options_.stochastic;
+  parameters_.emplace(*pipeline_.exchange, options_.device,
+                      PlanOptions{options_.slice_bytes, options_.rank, options_.start_step, options_.measure_error});
   counters_ = at::zeros({3}, on(options_.device, at::kLong));
   pipeline_.counters = static_cast<int64_t*>(counters_.mutable_data_ptr());
   if (!options_.device.is_cpu()) {
@@ -89,10 +92,20 @@ void Engine::set_up_device() {
 
 Engine::~Engine() { close(); }
 
-void Engine::set_parameters(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-                            const std::vector<std::string>& codecs) {
+void Engine::set_parameters(const ParameterTable& table) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
-  parameters_->set(parameters, names, codecs);
+  parameters_->set(table);
+}
+
+void Engine::follow_loss_scale(at::Tensor scale, at::Tensor unit) {
+  for (const at::Tensor& tensor : {scale, unit}) {
+    TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.numel() == 1 && tensor.device() == options_.device,
+                      "Engine.follow_loss_scale: expected fp32 [1] on ", options_.device, ", got ", tensor.scalar_type(), " ",
+                      tensor.sizes(), " on ", tensor.device());
+  }
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  loss_scale_ = scale.view({1});
+  residual_unit_ = unit.view({1});
 }
 
 // ---- one bucket ----
@@ -108,6 +121,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
   job->future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
   job->bucket = std::move(bucket);
   job->step = step_.load();
+  job->seed = seed_.load();
+  for (const at::Tensor& parameter : job->bucket.parameters) job->is_used.push_back(parameter.grad().defined());
   const auto future = job->future;
   try {
     const Bucket& given = job->bucket;
@@ -121,11 +136,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     TORCH_CHECK_VALUE(given.index == next_bucket_, "bucket ", next_bucket_, " was due, bucket ", given.index,
                       " came: the backward before this one did not hand over all its buckets");
     next_bucket_ = given.is_last ? 0 : given.index + 1;
+    if (given.index == 0 && loss_scale_.defined()) parameters_->follow_loss_scale(loss_scale_, residual_unit_);
     TORCH_CHECK_VALUE(given.buffer.device() == options_.device, "bucket ", given.index, " is on ", given.buffer.device(),
                       ", the engine on ", options_.device);
-    TORCH_CHECK(!stream_ || !is_capturing(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device)),
-                "the backward pass is being captured into a CUDA graph, which cannot hold gsync's exchange: capture it under "
-                "no_sync(), or not at all");
     if (!given.buffer.is_sparse()) job->plan = parameters_->plan(given, job->step);
     job->sums = job->plan ? job->plan : parameters_->sparse_plan(given);
     job->found_nonfinite = &job->host_nonfinite;
@@ -250,9 +263,20 @@ void Engine::see_arrived_counters() {
 }
 
 EngineStats Engine::stats() {
+  at::Tensor errors;
+  {
+    std::lock_guard<std::mutex> lock(submit_mutex_);
+    if (stream_) step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
+    errors = parameters_->error_sums();
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_) see_arrived_counters();
   EngineStats stats = stats_;
+  if (errors.defined()) {
+    errors = errors.cpu();
+    const auto* sums = static_cast<const double*>(errors.const_data_ptr());
+    stats.error_sums.assign(sums, sums + errors.numel());
+  }
   stats.packed_nonzero = known_counters_[0] - counters_at_reset_[0];
   stats.packed_vanished = known_counters_[1] - counters_at_reset_[1];
   stats.nonfinite_steps = known_counters_[2] - counters_at_reset_[2];
@@ -262,6 +286,10 @@ EngineStats Engine::stats() {
 }
 
 void Engine::reset_stats() {
+  {
+    std::lock_guard<std::mutex> lock(submit_mutex_);
+    parameters_->reset_error_sums();
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_) see_arrived_counters();
   stats_ = {};

@@ -48,6 +48,9 @@ struct EngineOptions {
   std::string exchange = "all_reduce";  // or "scatter_gather"
   double scale = 1.0;                   // multiplies every gradient: 1/world_size for a mean
   int64_t slice_bytes = 25 << 20;       // of gradients
+  bool stochastic = false;              // rounding
+  int64_t start_step = 0;               // block codecs and residuals are used from this step on; bf16 until then
+  bool measure_error = false;           // sum what encoding loses
   std::chrono::milliseconds timeout{30 * 60 * 1000};
   std::optional<int> stream_priority;   // device only; none: the highest
   std::string label;                    // names the engine in errors
@@ -63,6 +66,7 @@ struct EngineStats {
   int64_t packed_nonzero = 0;   // values packed as fp16 that were not zero
   int64_t packed_vanished = 0;  // those of them that became zero
   int64_t buffer_bytes = 0;     // payload buffers held now
+  std::vector<double> error_sums;  // [2 * kErrorSums]: of pack, of reduce; empty: not measured
   PhaseClock::Totals ms{};
 };
 
@@ -76,13 +80,16 @@ class Engine final : private ExecutorEvents {
   Engine& operator=(const Engine&) = delete;
 
   /// See Parameters::set.
-  void set_parameters(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-                      const std::vector<std::string>& codecs);
+  void set_parameters(const ParameterTable& table);
+  /// From now on residuals are kept in units of `scale`, which the loss is multiplied by: see Parameters::follow_loss_scale, done
+  /// at the first bucket of every step. Both are fp32 [1] on the engine's device.
+  void follow_loss_scale(at::Tensor scale, at::Tensor unit);
 
   /// Takes a bucket whose gradients are ready and returns at once. The future holds `result` (by default the buffer) when the
   /// buffer holds the mean, or an error. Throws nothing: a bucket that cannot be synchronised comes back as a failed future.
   c10::intrusive_ptr<c10::ivalue::Future> submit(Bucket bucket, std::optional<c10::IValue> result = std::nullopt);
 
+  /// Waits for the device where errors are measured.
   EngineStats stats();
   void reset_stats();
   /// fp64 [number of parameters], in the order of names, of the last finished step; zeros before. Never waits for a device.
@@ -100,6 +107,8 @@ class Engine final : private ExecutorEvents {
   bool closed() const { return closed_.load(); }
   int64_t step() const { return step_.load(); }
   void set_step(int64_t step) { step_.store(step); }
+  /// Of stochastic rounding, from the next bucket on.
+  void set_seed(uint64_t seed) { seed_.store(seed); }
   /// Whether more than 1 % of the non-zero values packed as fp16 vanished, and take_fp16_warning() has not been called since.
   bool fp16_warning_due() const { return fp16_warning_due_.load(); }
   bool take_fp16_warning() { return fp16_warning_due_.exchange(false); }
@@ -128,28 +137,31 @@ class Engine final : private ExecutorEvents {
   // Device only.
   std::optional<c10::Stream> stream_;
   std::unique_ptr<Watchdog> watchdog_;
-  at::Tensor failed_word_;                  // int32 [1], host memory that the device reads
-  at::Tensor step_nonfinite_;               // int32 [2] on the device: of even and of odd steps
-  std::unique_ptr<c10::Event> step_done_;   // of the last finished step
-  at::Tensor arriving_counters_;            // pinned copy of counters_, valid once counters_copied_ has passed
+  at::Tensor failed_word_;  // int32 [1], host memory that the device reads
+  at::Tensor step_nonfinite_;  // int32 [2] on the device: of even and of odd steps
+  std::unique_ptr<c10::Event> step_done_;  // of the last finished step
+  at::Tensor arriving_counters_;  // pinned copy of counters_, valid once counters_copied_ has passed
   std::unique_ptr<c10::Event> counters_copied_;
 
-  std::mutex submit_mutex_;   // one bucket at a time; guards next_bucket_
+  std::mutex submit_mutex_;  // one bucket at a time; guards parameters_ and what follows
   int64_t next_bucket_ = 0;  // the index that is due
-  std::mutex mutex_;         // guards what follows
+  at::Tensor loss_scale_;  // undefined: not followed
+  at::Tensor residual_unit_;
+  std::mutex mutex_;  // guards what follows
   std::exception_ptr error_;
   EngineStats stats_;
   std::array<int64_t, 3> known_counters_{};  // as last seen on the host
   std::array<int64_t, 3> counters_at_reset_{};
   bool fp16_warned_ = false;
-  std::vector<std::shared_ptr<BucketPlan>> step_plans_;      // of the step under way
+  std::vector<std::shared_ptr<BucketPlan>> step_plans_;  // of the step under way
   std::vector<std::shared_ptr<BucketPlan>> finished_plans_;  // device: of the last finished step
   int64_t finished_step_ = -1;
   bool step_found_nonfinite_ = false;  // host
-  at::Tensor sum_of_squares_;          // host
-  at::Tensor found_nonfinite_;         // host
+  at::Tensor sum_of_squares_;  // host
+  at::Tensor found_nonfinite_;  // host
 
   std::atomic<int64_t> step_{0};
+  std::atomic<uint64_t> seed_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
   std::atomic<bool> fp16_warning_due_{false};

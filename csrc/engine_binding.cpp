@@ -41,7 +41,10 @@ void delete_engine(Engine* engine) {
 
 std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
                                     const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
-                                    std::optional<int> stream_priority, const std::string& label) {
+                                    std::optional<int> stream_priority, const std::string& label, const std::string& rounding,
+                                    int64_t start_step, bool measure_error) {
+  TORCH_CHECK_VALUE(rounding == "nearest" || rounding == "stochastic", "Engine: rounding must be nearest or stochastic, got ",
+                    rounding);
   EngineOptions options;
   options.device = c10::Device(device);
   options.world_size = world_size;
@@ -52,6 +55,9 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, const 
   options.timeout = to_milliseconds(timeout_s);
   options.stream_priority = stream_priority;
   options.label = label;
+  options.stochastic = rounding == "stochastic";
+  options.start_step = start_step;
+  options.measure_error = measure_error;
   return {new Engine(std::move(transport), std::move(options)), &delete_engine};
 }
 
@@ -79,9 +85,26 @@ class LiveEngines {
   std::vector<std::weak_ptr<Engine>> engines_;
 };
 
+using OptionalPair = std::optional<std::pair<at::Tensor, at::Tensor>>;
+
+void set_parameters(Engine& engine, std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                    std::vector<std::string> codecs, std::vector<int64_t> block_sizes,
+                    const std::vector<OptionalPair>& residuals) {
+  ParameterTable table{std::move(parameters), std::move(names), std::move(codecs), std::move(block_sizes), {}};
+  for (const OptionalPair& pair : residuals) {
+    table.residuals.push_back(pair ? std::optional(Residual{pair->first, pair->second}) : std::nullopt);
+  }
+  engine.set_parameters(table);
+}
+
 py::dict stats_of(Engine& engine) {
   warn_if_fp16_vanishes(engine);
-  const EngineStats stats = engine.stats();
+  EngineStats stats;
+  {
+    // It may wait for the device, and for a bucket that is being handed over.
+    const py::gil_scoped_release no_gil;
+    stats = engine.stats();
+  }
   py::dict result;
   result["steps"] = stats.steps;
   result["buckets"] = stats.buckets;
@@ -95,6 +118,7 @@ py::dict stats_of(Engine& engine) {
   result["packed_nonzero"] = stats.packed_nonzero;
   result["packed_vanished"] = stats.packed_vanished;
   result["buffer_bytes"] = stats.buffer_bytes;
+  result["error_sums"] = stats.error_sums;
   return result;
 }
 
@@ -149,16 +173,19 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "Owns stream, order, buffers, transport and watchdog.")
       .def(py::init([live](std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
                            const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
-                           std::optional<int> stream_priority, const std::string& label) {
+                           std::optional<int> stream_priority, const std::string& label, const std::string& rounding,
+                           int64_t start_step, bool measure_error) {
              auto engine = make_engine(std::move(transport), device, world_size, rank, exchange, scale, slice_bytes, timeout_s,
-                                       stream_priority, label);
+                                       stream_priority, label, rounding, start_step, measure_error);
              live->add(engine);
              return engine;
            }),
            py::arg("transport").none(true), py::arg("device"), py::arg("world_size"), py::arg("rank"), py::arg("exchange"),
            py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
-           py::arg("label") = "")
-      .def("set_parameters", &Engine::set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"), no_gil())
+           py::arg("label") = "", py::arg("rounding") = "nearest", py::arg("start_step") = 0, py::arg("measure_error") = false)
+      .def("set_parameters", &set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"),
+           py::arg("block_sizes") = std::vector<int64_t>{}, py::arg("residuals") = std::vector<OptionalPair>{}, no_gil())
+      .def("follow_loss_scale", &Engine::follow_loss_scale, py::arg("scale"), py::arg("unit"), no_gil())
       .def("stats", &stats_of)
       .def("reset_stats", &Engine::reset_stats, no_gil())
       .def("sum_of_squares", &Engine::sum_of_squares, no_gil())
@@ -173,7 +200,8 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("failed", &Engine::failed)
       .def_property_readonly("closed", &Engine::closed)
       .def_property_readonly("step", &Engine::step)
-      .def("set_step", &Engine::set_step, py::arg("step"));
+      .def("set_step", &Engine::set_step, py::arg("step"))
+      .def("set_seed", &Engine::set_seed, py::arg("seed"));
 }
 
 }  // namespace gsync

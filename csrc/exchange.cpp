@@ -40,7 +40,7 @@ class Local final : public Exchange {
     grow(buffers.payload, layout.layout().payload_bytes(), layout.device());
   }
   std::shared_ptr<Collective> issue(int /*stage*/, const DeviceLayout& /*layout*/, SliceBuffers& /*buffers*/,
-                                    c10::Stream /*stream*/) const override {
+                                    c10::Stream /*stream*/, const EncodeOptions& /*reduce_encode*/) const override {
     return nullptr;
   }
 };
@@ -55,8 +55,8 @@ class AllReduce final : public Exchange {
   void reserve(const DeviceLayout& layout, SliceBuffers& buffers) const override {
     grow(buffers.payload, layout.layout().payload_bytes(), layout.device());
   }
-  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers,
-                                    c10::Stream /*stream*/) const override {
+  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream /*stream*/,
+                                    const EncodeOptions& /*reduce_encode*/) const override {
     if (stage > 0) return nullptr;
     const at::Tensor payload = first(buffers.payload, layout.layout().payload_bytes());
     return transport_->all_reduce(payload.view(wire_type(layout.layout())));
@@ -80,8 +80,8 @@ class ScatterGather final : public Exchange {
     grow(buffers.received, layout.layout().payload_bytes(), layout.device());
     grow(buffers.reduced, layout.layout().chunk_bytes, layout.device());
   }
-  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers,
-                                    c10::Stream stream) const override {
+  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream stream,
+                                    const EncodeOptions& reduce_encode) const override {
     const int64_t chunk_bytes = layout.layout().chunk_bytes;
     const at::Tensor payload = first(buffers.payload, world_size_ * chunk_bytes);
     if (stage == 0) return transport_->all_to_all(first(buffers.received, world_size_ * chunk_bytes), payload);
@@ -89,7 +89,7 @@ class ScatterGather final : public Exchange {
     std::vector<const uint8_t*> chunks;
     chunks.reserve(world_size_);
     for (int64_t rank = 0; rank < world_size_; ++rank) chunks.push_back(bytes_of(buffers.received) + rank * chunk_bytes);
-    reduce(layout, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream);
+    reduce(layout, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream, reduce_encode);
     // The payload has been sent, so its memory takes the result.
     return transport_->all_gather(payload, first(buffers.reduced, chunk_bytes));
   }

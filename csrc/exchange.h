@@ -46,8 +46,9 @@ class Exchange {
   virtual void reserve(const DeviceLayout& layout, SliceBuffers& buffers) const = 0;
   /// Issues collective number `stage` (0, 1, ...) of a slice, once the one before has finished. Null: `payload` holds the
   /// result.
-  virtual std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers,
-                                            c10::Stream stream) const = 0;
+  /// Args: reduce_encode: how `reduce` encodes sums, where there is a reduce
+  virtual std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream stream,
+                                            const EncodeOptions& reduce_encode) const = 0;
 };
 
 /// Args: name "all_reduce" or "scatter_gather"; transport null: world size 1, whatever the name.

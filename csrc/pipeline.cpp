@@ -13,6 +13,8 @@
 #include <limits>
 #include <utility>
 
+#include "common/philox.h"
+
 namespace gsync {
 namespace {
 
@@ -24,19 +26,26 @@ class SliceFlow final : public Flow {
       : Flow(std::move(job)),
         pipeline_(pipeline),
         part_(part),
+        slice_(slice),
         layout_(*part.slices[slice]),
         buffers_(buffers),
         is_last_of_part_(slice + 1 == part.slices.size()) {}
 
   void start(c10::Stream stream) override {
     auto* base = static_cast<uint8_t*>(job_->bucket.buffer.mutable_data_ptr());
+    std::vector<const void*> sent;
     gradients_.reserve(part_.offsets.size());
-    for (const int64_t offset : part_.offsets) gradients_.push_back(base + offset);
+    sent.reserve(part_.offsets.size());
+    for (size_t i = 0; i < part_.offsets.size(); ++i) {
+      gradients_.push_back(base + part_.offsets[i]);
+      sent.push_back(job_->is_used[part_.parameter_idx[i]] ? gradients_.back() : nullptr);
+    }
 
     // 1. pack
     pipeline_.clock->begin(Phase::kPack);
     pipeline_.exchange->reserve(layout_, buffers_);
-    pack(layout_, gradients_.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream);
+    pack(layout_, sent.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream,
+         encoding(Stage::kPack));
     pipeline_.clock->end(Phase::kPack);
 
     // 2. exchange
@@ -66,12 +75,28 @@ class SliceFlow final : public Flow {
  private:
   uint8_t* payload() const { return static_cast<uint8_t*>(buffers_.payload.mutable_data_ptr()); }
   void issue(c10::Stream stream) {
-    collective_ = pipeline_.exchange->issue(stage_, layout_, buffers_, stream);
+    collective_ = pipeline_.exchange->issue(stage_, layout_, buffers_, stream, encoding(Stage::kReduce));
     issued_ = Clock::now();
+  }
+
+  // How pack, or reduce, of this slice encodes.
+  EncodeOptions encoding(Stage stage) const {
+    EncodeOptions encode;
+    if (!pipeline_.exchange->encodes()) return encode;
+    const bool packs = stage == Stage::kPack;
+    const auto& residuals = packs ? part_.sender_residuals : part_.reducer_residuals;
+    const auto& errors = packs ? part_.pack_errors : part_.reduce_errors;
+    if (!residuals.empty()) encode.residuals = residuals.data();
+    if (!errors.empty()) encode.error_sums = static_cast<double*>(errors[slice_].mutable_data_ptr());
+    encode.stochastic = pipeline_.stochastic;
+    encode.random_key =
+        philox_key(job_->seed, static_cast<uint64_t>(job_->step), stage, packs ? static_cast<uint32_t>(pipeline_.rank) : 0);
+    return encode;
   }
 
   const Pipeline& pipeline_;
   Part& part_;
+  size_t slice_;
   const DeviceLayout& layout_;
   SliceBuffers& buffers_;
   bool is_last_of_part_;

@@ -29,7 +29,9 @@ struct BucketJob {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   c10::IValue result;  // what the future will hold
   std::optional<c10::Stream> producer;  // device: where the gradients were made
+  std::vector<bool> is_used;  // of each parameter: whether this rank's backward pass reached it
   int64_t step = 0;
+  uint64_t seed = 0;
   int64_t slices_left = 0;
   int32_t* found_nonfinite = nullptr;  // on the device; set to 1, never cleared
   int32_t host_nonfinite = 0;          // what found_nonfinite points to on the CPU
@@ -42,6 +44,8 @@ struct Pipeline {
   std::unique_ptr<PhaseClock> clock;
   c10::Device device{c10::DeviceType::CPU};
   float scale = 1.0f;
+  int rank = 0;
+  bool stochastic = false;         // rounding
   int64_t* counters = nullptr;     // [2] on the device: non-zero values packed as fp16, and those of them that vanished
   const int32_t* failed = nullptr;  // word the device reads before it writes gradients; null on the CPU
 };

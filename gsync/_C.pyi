@@ -56,9 +56,21 @@ class Engine:
         timeout_s: float,
         stream_priority: int | None = None,
         label: str = "",
+        rounding: str = "nearest",
+        start_step: int = 0,
+        measure_error: bool = False,
     ) -> None: ...
-    def set_parameters(self, params: Sequence[Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
-        """Names the parameters whose gradients will come, held weakly."""
+    def set_parameters(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        codecs: Sequence[str],
+        block_sizes: Sequence[int] = (),
+        residuals: Sequence[tuple[Tensor, Tensor] | None] = (),
+    ) -> None:
+        """Names the parameters whose gradients will come, held weakly; residuals are held and written."""
+    def follow_loss_scale(self, scale: Tensor, unit: Tensor) -> None:
+        """Multiplies residuals by scale / unit at the start of each step, and sets `unit` to `scale`."""
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Synchronises a bucket in place; the future holds its buffer, or the error."""
     def stats(self) -> dict[str, float]:
@@ -80,6 +92,7 @@ class Engine:
     @property
     def step(self) -> int: ...
     def set_step(self, step: int) -> None: ...
+    def set_seed(self, seed: int) -> None: ...
 
 def register_ddp_hook(reducer: object, provider: Callable[[], Engine | dist.ProcessGroup]) -> None:
     """Registers a hook on a DDP reducer that needs no Python lock.

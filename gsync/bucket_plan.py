@@ -3,20 +3,22 @@
     part   segments that travel in the same messages: all of them, or under all_reduce those of one codec
     slice  at most slice_bytes of a part
 
-The rule is the native engine's (csrc/bucket_plan.cpp), so that both send the same bytes.
+What encoding a parameter lost belongs to the parameter: a plan only points to it, so that DDP may rebuild its buckets. The rule
+is the native engine's (csrc/bucket_plan.cpp), so that both send the same bytes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .backends import BucketLayout
-from .layout import CODEC_KINDS, DTYPE_CODES, TILE_ELEMENTS, Segment, hash64
+from .encoding import ERROR_SUMS
+from .layout import BLOCK_SIZES, CODEC_KINDS, DTYPE_CODES, TILE_ELEMENTS, Segment, hash64
 
 
 @dataclass
@@ -25,12 +27,20 @@ class Part:
 
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first element, numel) in the bucket's buffer
     segments: list[Segment] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    parameter_idx: list[int] = field(default_factory=list)  # of each segment, in the bucket
     norm_idx: list[int] = field(default_factory=list)
     codec: str = ""  # where all segments have one
     layouts: list[BucketLayout] = field(default_factory=list)  # one for each slice
     partials: torch.Tensor | None = None
     index: torch.Tensor | None = None  # norm_idx on the device
+    residuals: list[tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=list)  # sender's and reducer's
+    # EncodeOptions.error_sums of each slice; empty: not measured.
+    pack_errors: list[torch.Tensor] = field(default_factory=list)
+    reduce_errors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def has_residuals(self) -> bool:
+        return any(pair is not None for pair in self.residuals)
 
 
 @dataclass
@@ -40,21 +50,67 @@ class BucketPlan:
     last_step: int = 0
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """How buckets are cut and encoded.
+
+    Attributes:
+        num_chunks: of a payload; 1 under all_reduce.
+        one_codec: whether all segments of a payload must have one.
+        slice_bytes: of gradients, at least 1.
+        rank: in the group.
+        start_step: block codecs, and residuals, are used from this step on; bf16 until then.
+        measure_error: sum what encoding loses.
+    """
+
+    num_chunks: int
+    one_codec: bool
+    slice_bytes: int
+    rank: int = 0
+    start_step: int = 0
+    measure_error: bool = False
+
+
+@dataclass(frozen=True)
+class _Entry:
+    parameter: weakref.ref[torch.Tensor]
+    name: str
+    codec: str
+    block_size: int
+    norm_idx: int
+    residual: tuple[torch.Tensor, torch.Tensor] | None
+
+
 class Parameters:
     """The model's parameters by identity, and the plans made from them."""
 
-    def __init__(self, device: torch.device, num_chunks: int, one_codec: bool, slice_bytes: int) -> None:
-        self._device, self._num_chunks, self._one_codec, self._slice_bytes = device, num_chunks, one_codec, slice_bytes
-        self._table: dict[int, tuple[Any, str, str, int]] = {}
+    def __init__(self, device: torch.device, options: PlanOptions) -> None:
+        self._device, self._options = device, options
+        self._table: dict[int, _Entry] = {}
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
+        self._retired_errors = torch.zeros(2, len(ERROR_SUMS), dtype=torch.float64, device=device)
 
-    def set(self, params: Sequence[torch.Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
-        """One name and codec for each parameter. Holds the parameters weakly; forgets all plans."""
+    def set(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        codecs: Sequence[str],
+        block_sizes: Sequence[int],
+        residuals: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    ) -> None:
+        """One name and codec for each parameter. Holds parameters weakly, residuals strongly; forgets all plans."""
         order = {name: i for i, name in enumerate(sorted(names))}
         if not len(params) == len(order) == len(codecs):
             raise ValueError(f"set_parameters: {len(params)} parameters, {len(order)} different names, {len(codecs)} codecs")
-        rows = zip(params, names, codecs, strict=True)
-        self._table = {id(param): (weakref.ref(param), name, codec, order[name]) for param, name, codec in rows}
+        for name, codec in zip(names, codecs, strict=True):
+            if self._options.one_codec and CODEC_KINDS[codec] in BLOCK_SIZES:
+                raise ValueError(f"set_parameters: codec {codec} of {name!r} needs scatter_gather: libraries cannot sum it")
+        rows = zip(params, names, codecs, block_sizes or [0] * len(names), residuals or [None] * len(names), strict=True)
+        self._table = {
+            id(param): _Entry(weakref.ref(param), name, codec, block_size, order[name], residual)
+            for param, name, codec, block_size, residual in rows
+        }
+        self._retire(self._plans.values())
         self._plans.clear()
 
     def __len__(self) -> int:
@@ -62,11 +118,11 @@ class Parameters:
 
     def alive(self) -> list[torch.Tensor]:
         """The parameters that still exist."""
-        return [param for reference, *_ in self._table.values() if (param := reference()) is not None]
+        return [param for entry in self._table.values() if (param := entry.parameter()) is not None]
 
     def norm_idx(self, param: torch.Tensor) -> int:
         """The place of a parameter in the order of names."""
-        return self._entry(param)[3]
+        return self._entry(param).norm_idx
 
     def plan(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], step: int) -> BucketPlan:
         """The plan for a dense bucket, from the cache when the same parameters came before.
@@ -74,47 +130,104 @@ class Parameters:
         Raises:
             ValueError: a parameter that `set` did not get, an unsupported dtype, or a buffer of another length.
         """
-        key = (buffer.dtype, *map(id, params))
+        has_started = step >= self._options.start_step
+        key = (buffer.dtype, has_started, *map(id, params))
         plan = self._plans.get(key)
-        if plan is None or any(self._table[i][0]() is None for i in map(id, params)):
-            plan = self._plans[key] = self._make(buffer, params)
+        if plan is None or any(self._table[i].parameter() is None for i in map(id, params)):
+            plan = self._plans[key] = self._make(buffer, params, has_started)
         plan.last_step = step
         return plan
 
     def forget_unused(self, step: int) -> None:
         """Forgets plans that the last two steps did not use: those of DDP's buckets before it rebuilt them."""
-        self._plans = {key: plan for key, plan in self._plans.items() if plan.last_step + 1 >= step}
+        unused = [key for key, plan in self._plans.items() if plan.last_step + 1 < step]
+        self._retire([self._plans.pop(key) for key in unused])
 
-    def _entry(self, param: torch.Tensor) -> tuple[Any, str, str, int]:
+    def error_sums(self) -> list[float]:
+        """ERROR_SUMS of pack, then of reduce, since the last reset; empty where they are not measured."""
+        if not self._options.measure_error:
+            return []
+        total = self._retired_errors.clone()
+        for plan in self._plans.values():
+            _add_errors(total, plan)
+        return [float(value) for value in total.view(-1).tolist()]
+
+    def reset_error_sums(self) -> None:
+        """Sets them to zero."""
+        self._retired_errors.zero_()
+        for plan in self._plans.values():
+            for part in plan.parts:
+                for table in (*part.pack_errors, *part.reduce_errors):
+                    table.zero_()
+
+    def follow_loss_scale(self, scale: torch.Tensor, unit: torch.Tensor) -> None:
+        """Multiplies all residuals by scale / unit and sets `unit` to `scale`, unless that is 0, Inf or NaN; no wait on CUDA."""
+        residuals = [tensor for entry in self._table.values() if entry.residual is not None for tensor in entry.residual]
+        if not residuals or (self._device.type == "cpu" and float(scale) == float(unit)):
+            return
+        now = torch.where((scale > 0) & scale.isfinite(), scale, unit)
+        torch._foreach_mul_(residuals, (now / unit).view(()))
+        unit.copy_(now)
+
+    def _retire(self, plans: Iterable[BucketPlan]) -> None:
+        for plan in plans:
+            _add_errors(self._retired_errors, plan)
+
+    def _entry(self, param: torch.Tensor) -> _Entry:
         entry = self._table.get(id(param))
-        if entry is None or entry[0]() is not param:
+        if entry is None or entry.parameter() is not param:
             raise ValueError(f"a bucket holds a parameter of shape {tuple(param.shape)} that the model did not have at the start")
         return entry
 
-    def _make(self, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> BucketPlan:
+    def _make(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], has_started: bool) -> BucketPlan:
         if buffer.dtype not in DTYPE_CODES:
             raise ValueError(f"gradients are {buffer.dtype}; expected {', '.join(map(str, DTYPE_CODES))}, or complex of them")
         parts: dict[str, Part] = {}
         end = 0
-        for param in params:
-            _, name, codec, norm_idx = self._entry(param)
+        for i, param in enumerate(params):
+            entry = self._entry(param)
+            codec = entry.codec if has_started or CODEC_KINDS[entry.codec] not in BLOCK_SIZES else "bf16"
+            kind = CODEC_KINDS[codec]
             numel = param.numel() * (2 if param.is_complex() else 1)  # DDP hands over the real view of a complex bucket
-            part = parts.setdefault(codec if self._one_codec else "", Part())
+            part = parts.setdefault(codec if self._options.one_codec else "", Part())
             part.spans.append((end, numel))
-            part.segments.append(Segment(numel, DTYPE_CODES[buffer.dtype], CODEC_KINDS[codec], hash64(name)))
-            part.names.append(name)
-            part.norm_idx.append(norm_idx)
+            block_size = entry.block_size if kind in BLOCK_SIZES else 0
+            part.segments.append(Segment(numel, DTYPE_CODES[buffer.dtype], kind, hash64(entry.name), block_size))
+            part.parameter_idx.append(i)
+            part.norm_idx.append(entry.norm_idx)
+            part.residuals.append(entry.residual if has_started else None)
             part.codec = codec if part.codec in ("", codec) else "mixed"
             end += numel
         if end != buffer.numel():
             raise ValueError(f"a bucket has {buffer.numel()} elements, its parameters {end}")
         for part in parts.values():
             numel = sum(numel for _, numel in part.spans)
-            wanted = -(-numel * buffer.element_size() // self._slice_bytes)
+            wanted = -(-numel * buffer.element_size() // self._options.slice_bytes)
             num_slices = min(max(wanted, 1), max(1, -(-numel // TILE_ELEMENTS)))
-            part.layouts = [BucketLayout(part.segments, self._num_chunks, i, num_slices) for i in range(num_slices)]
+            chunks = self._options.num_chunks
+            part.layouts = [BucketLayout(part.segments, chunks, i, num_slices) for i in range(num_slices)]
+            if self._options.measure_error:
+                self._add_error_tables(part)
             part.partials = torch.zeros(part.layouts[0].sizes.num_partials, dtype=torch.float64, device=self._device)
             part.index = torch.tensor(part.norm_idx, device=self._device)
         ordered = sorted(parts.items(), key=lambda item: CODEC_KINDS.get(item[0], 0))
         filled = [part for _, part in ordered if any(numel for _, numel in part.spans)]
         return BucketPlan(filled, end * buffer.element_size())
+
+    def _add_error_tables(self, part: Part) -> None:
+        rank = self._options.rank
+        for layout in part.layouts:
+            first_tile = layout.sizes.chunk_first_tile
+            part.pack_errors.append(self._error_table(first_tile[-1]))
+            if self._options.num_chunks > 1:
+                part.reduce_errors.append(self._error_table(first_tile[rank + 1] - first_tile[rank]))
+
+    def _error_table(self, num_tiles: int) -> torch.Tensor:
+        return torch.zeros(num_tiles, len(ERROR_SUMS), dtype=torch.float64, device=self._device)
+
+
+def _add_errors(total: torch.Tensor, plan: BucketPlan) -> None:
+    for part in plan.parts:
+        for row, tables in enumerate((part.pack_errors, part.reduce_errors)):
+            for table in tables:
+                total[row] += table.sum(0)

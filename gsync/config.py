@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-CODECS = ("fp32", "fp16", "bf16")
+PLAIN_CODECS = ("fp32", "fp16", "bf16")
+BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")  # one scale for each block of elements
+CODECS = PLAIN_CODECS + BLOCK_CODECS
 EXCHANGES = ("auto", "all_reduce", "scatter_gather")
-ROUNDINGS = ("nearest",)
+ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "native", "triton", "reference")
 TRANSPORTS = ("auto", "nccl", "process_group")
 
 # Words of the interface that belong to features which this version does not have, with the reason given in the error.
-_PLANNED_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 _PLANNED_EXCHANGES = ("hierarchical",)
-_PLANNED_ROUNDINGS = ("stochastic",)
 
+_MIN_BLOCK, _MAX_BLOCK = 32, 4096
 _MAX_CTAS = 64  # NCCL clamps above the number of its channels
 
 
@@ -30,22 +31,31 @@ class SyncConfig:
     """What travels between ranks and how, for one model.
 
     Attributes:
-        codec: Form in which gradients travel: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a mapping of name patterns (``fnmatch``; the
-            first that matches a parameter's name counts) to them. Every parameter must be matched and every pattern must match.
-            Default ``"bf16"``: half the bytes, and the range of fp32, so that nothing overflows.
-        exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type), ``"scatter_gather"`` (all_to_all,
-            fp32 sum, all_gather: one rounding whatever the number of ranks, and results that do not depend on bucket sizes), or
-            ``"auto"``. Default ``"auto"``: ``all_reduce``, which libraries have tuned most (several codecs: one message each).
+        codec: Form in which gradients travel: ``"fp32"``, ``"fp16"``, ``"bf16"``; the block codecs ``"fp8_e4m3"``,
+            ``"fp8_e5m2"``, ``"int8"``, ``"int4"``; or a mapping of name patterns (``fnmatch``; the first that matches a
+            parameter's name counts) to them. Every parameter must be matched and every pattern must match. Default ``"bf16"``:
+            half the bytes, and the range of fp32, so that nothing overflows.
+        exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type; not with block codecs, nor with
+            error feedback), ``"scatter_gather"`` (all_to_all, fp32 sum, all_gather: one rounding whatever the number of ranks,
+            and results that do not depend on bucket sizes), or ``"auto"``. Default ``"auto"``: ``scatter_gather`` where a block
+            codec or error feedback needs it, else ``all_reduce``, which libraries have tuned most (several codecs: one message
+            each).
         average: Divide by the number of ranks of the group. Default True, as DDP does; False gives the sum.
-        block_size: Elements that share one scale. Default None: the codec's own. The codecs of this version have no scale, so
-            that None is all they accept.
-        rounding: ``"nearest"`` (ties to even). Default ``"nearest"``: the smallest error per step.
-        seed: Start of the random numbers of stochastic rounding, 0 to 2**63 - 1. Default 0; others need stochastic rounding.
-        error_feedback: Add what encoding lost to the next step's gradient. Default False: 16-bit codecs do not need it.
-        exempt: Name patterns, or a callable (name, parameter) -> bool, of parameters kept out of a block codec. Default None:
-            parameters of fewer than two dimensions, and embeddings. Without a block codec only None is accepted.
-        exempt_codec: Codec of exempt parameters. Default ``"bf16"``.
-        start_step: First step (count of synchronised backward passes) that uses a block codec; bf16 until then. Default 0.
+        block_size: Elements that share one scale under a block codec, a power of two from 32 to 4096. Default None: 256, for int4
+            64: scales are 1.6 % of the bytes, 6 % with int4. Smaller follows the gradients more closely and costs more scales.
+        rounding: ``"nearest"`` (ties to even), or ``"stochastic"``: up or down so that the mean is exact. Default
+            ``"nearest"``: the smallest error per step.
+        seed: Start of the random numbers of stochastic rounding, 0 to 2**63 - 1, the same on every rank. Default 0; others need
+            stochastic rounding. The program's own random numbers are not touched.
+        error_feedback: Add what encoding lost to the next step's gradient, on both encodings (each rank's gradients, and the
+            sum). Needs scatter_gather, and 4 (1 + 1/W) bytes of memory an element. Default False: 8 bits and more train without.
+        exempt: Name patterns, or a callable (name, parameter) -> bool, of parameters kept out of a block codec; ``()``: none.
+            Default None: parameters of fewer than two dimensions, and embeddings: few bytes, or few rows used in a step.
+        exempt_codec: Codec of exempt parameters: ``"fp32"``, ``"fp16"`` or ``"bf16"``. Default ``"bf16"``.
+        start_step: First step (count of synchronised backward passes) that uses a block codec, and error feedback; bf16 until
+            then. Default 0. Early gradients change fast and are what narrow codecs lose most of.
+        measure_error: Add up what encoding loses, for ``relative_error`` and its kin in ``stats()``. Default False: it costs a
+            second look at each encoded element.
         bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP. Acts only where gsync makes the buckets: DDP
             makes its own, see its ``bucket_cap_mb``.
         slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's
@@ -76,6 +86,7 @@ class SyncConfig:
     exempt: Sequence[str] | Callable[[str, Any], bool] | None = None
     exempt_codec: str = "bf16"
     start_step: int = 0
+    measure_error: bool = False
     bucket_mb: float | None = None
     slice_mb: float = 25.0
     backend: str = "auto"
@@ -89,12 +100,14 @@ class SyncConfig:
         self._check_codec()
         _check_word("exchange", self.exchange, EXCHANGES, _PLANNED_EXCHANGES)
         _check_bool("average", self.average)
-        _check_word("rounding", self.rounding, ROUNDINGS, _PLANNED_ROUNDINGS)
+        _check_word("rounding", self.rounding, ROUNDINGS, ())
         _check_bool("error_feedback", self.error_feedback)
-        _check_word("exempt_codec", self.exempt_codec, CODECS, ())
+        _check_bool("measure_error", self.measure_error)
+        self._check_exempt()
+        _check_word("exempt_codec", self.exempt_codec, PLAIN_CODECS, ())
         _check_word("backend", self.backend, BACKENDS, ())
         _check_word("transport", self.transport, TRANSPORTS, ())
-        _check_int("block_size", self.block_size, 1, 2**20, optional=True)
+        _check_int("block_size", self.block_size, _MIN_BLOCK, _MAX_BLOCK, optional=True)
         _check_int("seed", self.seed, 0, 2**63 - 1)
         _check_int("start_step", self.start_step, 0, 2**62)
         _check_positive("bucket_mb", self.bucket_mb, optional=True)
@@ -111,32 +124,78 @@ class SyncConfig:
         names = self.codec.values() if isinstance(self.codec, Mapping) else (self.codec,)
         return tuple(dict.fromkeys(names))
 
+    @property
+    def block_codecs(self) -> tuple[str, ...]:
+        """Those of `codecs` that have one scale per block."""
+        return tuple(codec for codec in self.codecs if codec in BLOCK_CODECS)
+
+    @property
+    def exchange_used(self) -> str:
+        """`exchange`, or what ``"auto"`` stands for."""
+        if self.exchange != "auto":
+            return self.exchange
+        return "scatter_gather" if self.block_codecs or self.error_feedback else "all_reduce"
+
     def _check_codec(self) -> None:
         if not isinstance(self.codec, Mapping):
-            _check_word("codec", self.codec, CODECS, _PLANNED_CODECS)
+            _check_word("codec", self.codec, CODECS, ())
             return
         if not self.codec:
             raise ValueError('codec: the mapping is empty; expected at least one pattern, for example {"*": "bf16"}')
         for pattern, codec in self.codec.items():
             if not isinstance(pattern, str) or not pattern:
                 raise TypeError(f"codec: expected name patterns (str) as keys, got {pattern!r}")
-            _check_word(f"codec[{pattern!r}]", codec, CODECS, _PLANNED_CODECS)
+            _check_word(f"codec[{pattern!r}]", codec, CODECS, ())
         object.__setattr__(self, "codec", dict(self.codec))  # a copy: the caller's mapping may change later
+
+    def _check_exempt(self) -> None:
+        if self.exempt is None or callable(self.exempt):
+            return
+        if isinstance(self.exempt, str) or not isinstance(self.exempt, Sequence):
+            raise TypeError(
+                f"exempt: expected name patterns in a list, or a callable (name, parameter) -> bool, got {self.exempt!r}"
+            )
+        for pattern in self.exempt:
+            if not isinstance(pattern, str) or not pattern:
+                raise TypeError(f"exempt: expected name patterns (str), got {pattern!r}")
+        object.__setattr__(self, "exempt", tuple(self.exempt))  # a copy: the caller's list may change later
 
     def _check_can_act(self) -> None:
         codecs = ", ".join(self.codecs)
-        if self.block_size is not None:
-            raise ValueError(f"block_size={self.block_size}: codec {codecs} has no blocks; leave block_size out")
-        if self.error_feedback:
-            raise ValueError(f"error_feedback=True is not available in this version (codecs {', '.join(CODECS)}); leave it out")
-        if self.seed != 0:
-            raise ValueError(f"seed={self.seed} cannot act with rounding={self.rounding!r}; leave seed out")
-        if self.exempt is not None:
-            raise ValueError(f"exempt={self.exempt!r} acts with a block codec, and codec {codecs} is none; leave it out")
-        if self.exempt_codec != "bf16":
-            raise ValueError(f"exempt_codec={self.exempt_codec!r}: codec {codecs} exempts no parameter; leave it out")
-        if self.start_step != 0:
-            raise ValueError(f"start_step={self.start_step} acts with a block codec, and codec {codecs} is none; leave it out")
+        rounds = set(self.codecs) != {"fp32"}
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size={self.block_size}: expected a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
+        if self.exchange == "all_reduce" and self.block_codecs:
+            raise ValueError(
+                f"exchange='all_reduce': libraries cannot sum {', '.join(self.block_codecs)} with their scales; "
+                "use 'scatter_gather' or 'auto'"
+            )
+        if self.exchange == "all_reduce" and self.error_feedback:
+            raise ValueError(
+                "error_feedback=True: under exchange='all_reduce' the library rounds the sums, where nothing sees what they "
+                "lose; use 'scatter_gather' or 'auto'"
+            )
+        if not rounds:
+            for name in ("error_feedback", "measure_error"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}=True cannot act: codec fp32 loses nothing; leave it out")
+            if self.rounding != "nearest":
+                raise ValueError(f"rounding={self.rounding!r} cannot act: codec fp32 does not round; leave it out")
+        if self.seed != 0 and self.rounding == "nearest":
+            raise ValueError(f"seed={self.seed} cannot act with rounding='nearest'; leave seed out")
+        if not self.block_codecs:
+            if self.block_size is not None:
+                raise ValueError(f"block_size={self.block_size}: codec {codecs} has no blocks; leave block_size out")
+            if self.exempt is not None:
+                raise ValueError(f"exempt={self.exempt!r} acts with a block codec, and codec {codecs} is none; leave it out")
+            if self.exempt_codec != "bf16":
+                raise ValueError(f"exempt_codec={self.exempt_codec!r}: codec {codecs} exempts no parameter; leave it out")
+            if self.start_step != 0:
+                raise ValueError(
+                    f"start_step={self.start_step} acts with a block codec, and codec {codecs} is none; leave it out"
+                )
+        if self.exempt == () and self.exempt_codec != "bf16":
+            raise ValueError(f"exempt_codec={self.exempt_codec!r} cannot act with exempt=(), which exempts nothing; leave it out")
         if self.transport == "process_group":
             for name in ("nccl_min_ctas", "nccl_max_ctas"):
                 value = getattr(self, name)

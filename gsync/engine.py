@@ -16,15 +16,31 @@ import torch.distributed as dist
 from . import _native, backends
 from .config import SyncConfig
 from .groups import Meeting, is_gloo
+from .lanes import Lanes
 from .model import Model
-from .python_engine import Lanes, PythonEngine
+from .python_engine import PythonEngine
 
 
 class Engine(Protocol):
     """The engine as `SyncState` and the hook use it. All errors of synchronisation are `gsync.SyncError`."""
 
-    def set_parameters(self, params: Sequence[torch.Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
-        """Tells the model's parameters, each with its name and codec, in the order of names. Holds them weakly."""
+    def set_parameters(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        codecs: Sequence[str],
+        block_sizes: Sequence[int] = (),
+        residuals: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = (),
+    ) -> None:
+        """Tells the model's parameters, each with its name and codec, in the order of names. Holds them weakly.
+
+        Args:
+            block_sizes: of the block codecs, 0: their own; empty: 0 for all.
+            residuals: sender's and reducer's of each (gsync/residuals.py), which every step then changes; empty: none.
+        """
+
+    def follow_loss_scale(self, scale: torch.Tensor, unit: torch.Tensor) -> None:
+        """Multiplies residuals by scale / unit at the start of each step where these differ, and sets `unit` to `scale`."""
 
     def submit(self, bucket: Any) -> Any:
         """Starts the exchange of a bucket and returns a future of its buffer. Raises at once if the engine has failed."""
@@ -60,6 +76,9 @@ class Engine(Protocol):
 
     def set_step(self, step: int) -> None:
         """Counts steps from `step` on."""
+
+    def set_seed(self, seed: int) -> None:
+        """Seed of stochastic rounding, from the next bucket on; 0 at the start."""
 
 
 def choose(config: SyncConfig, device: torch.device) -> tuple[str, str]:
@@ -137,7 +156,8 @@ def make_engine(
     """
     engine, backend = kind
     device, rank, world_size = model.device, group.rank(), group.size()
-    exchange = "all_reduce" if config.exchange == "auto" else config.exchange
+    exchange = config.exchange_used
+    encoding: dict[str, Any] = {name: getattr(config, name) for name in ("rounding", "start_step", "measure_error")}
     scale = 1.0 / world_size if config.average else 1.0
     slice_bytes = max(1, int(config.slice_mb * 2**20))
     own_groups = device.type == "cpu" and is_gloo(group, device)
@@ -159,6 +179,7 @@ def make_engine(
             own_groups,
             config.stream_priority,
             on_failure,
+            **encoding,
         )
     native = _native.C
     assert native is not None
@@ -174,6 +195,5 @@ def make_engine(
         )
     elif lanes:
         transport = native.C10dTransport(*lanes, rank, world_size, timeout_s, str(device), own_groups)
-    return native.Engine(
-        transport, str(device), world_size, rank, exchange, scale, slice_bytes, timeout_s, config.stream_priority, model.label
-    )
+    arguments = (str(device), world_size, rank, exchange, scale, slice_bytes, timeout_s, config.stream_priority, model.label)
+    return native.Engine(transport, *arguments, **encoding)

@@ -101,6 +101,18 @@ class Meeting:
         if verdict:
             raise ValueError(f"gsync was given different things on different ranks: {verdict}")
 
+    def of_first_rank(self, key: str, number: int, generation: int) -> int:
+        """Returns rank 0's number on every rank: after a failure ranks may have counted differently.
+
+        Raises:
+            SyncTimeoutError, SyncError: rank 0 did not come.
+        """
+        store = self.store(generation)
+        if self.rank == 0:
+            store.set(key, str(number))
+            return number
+        return int(self._wait(store, key, "rank 0"))
+
     def private_gloo(self, generation: int, num_lanes: int = 2) -> list[Any]:
         """Returns new Gloo groups of this engine. Collective over the group.
 

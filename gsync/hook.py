@@ -25,7 +25,8 @@ def register(
     Args:
         ddp_model: the DistributedDataParallel instance, or what torch.compile made of it.
         config: a `SyncConfig`; or give its fields as keywords.
-        scaler: a GradScaler to follow with residuals. The codecs of this version have none: only None is accepted.
+        scaler: a GradScaler to follow: residuals are in the loss's units, and are multiplied when its scale changes. With
+            error_feedback only.
 
     Returns:
         The `SyncState`. DDP keeps it, so that it need not be kept.
@@ -38,10 +39,6 @@ def register(
     ddp = getattr(ddp_model, "_orig_mod", ddp_model)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}")
-    if scaler is not None:
-        raise ValueError(
-            "scaler: it scales residuals, and no codec of this version has them; for clipping give it to gsync.clip_grad_norm_"
-        )
     if getattr(ddp, "_use_python_reducer", False):
         raise ValueError(
             'torch._dynamo.config.optimize_ddp="python_reducer" takes the buckets away from DDP; use "ddp_optimizer"'
@@ -52,14 +49,14 @@ def register(
     ]
     for held, state in ddp._comm_hooks:
         if isinstance(state, SyncState) and state.closed:
-            state.rearm(config)
+            state.rearm(config, scaler)
             return state
         name = getattr(held, "__qualname__", repr(held))
         raise ValueError(
             f"the model has a communication hook already ({name}); DDP takes one, and keeps it. "
             "A gsync state can be closed and registered again with other options"
         )
-    state = SyncState(config, module=ddp)
+    state = SyncState(config, module=ddp, scaler=scaler)
     state.bind(ddp)
     try:
         if choose(config, state.device)[0] == "native":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .config import SyncConfig
+from .config import BLOCK_CODECS, SyncConfig
 
 # Dtypes of gradients; complex ones travel as pairs of real numbers.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.complex32)
@@ -23,6 +23,7 @@ class Model:
     label: str  # the class of the module, for messages
     names: list[str]
     codecs: list[str]
+    block_size: int  # of the block codecs; 0: their own
     references: list[weakref.ref[torch.Tensor]]
     identities: frozenset[int]
     device: torch.device
@@ -36,21 +37,22 @@ class Model:
         """Whether `param` is one of the model's."""
         return id(param) in self.identities
 
-    def columns(self) -> tuple[list[torch.Tensor], list[str], list[str]]:
-        """Parameters, names and codecs, as `Engine.set_parameters` takes them."""
+    def columns(self) -> tuple[list[torch.Tensor], list[str], list[str], list[int]]:
+        """Parameters, names, codecs and block sizes, as `Engine.set_parameters` takes them."""
         rows = [
             (param, name, codec)
             for reference, name, codec in zip(self.references, self.names, self.codecs, strict=True)
             if (param := reference()) is not None
         ]
-        return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+        sizes = [self.block_size if codec in BLOCK_CODECS else 0 for _, _, codec in rows]
+        return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], sizes
 
     def description(self) -> list[str]:
         """One line for each parameter, to compare between ranks."""
         params = [reference() for reference in self.references]
         return [
-            f"{name} {tuple(param.shape)} {param.dtype}"
-            for name, param in zip(self.names, params, strict=True)
+            f"{name} {tuple(param.shape)} {param.dtype} {codec}"
+            for name, param, codec in zip(self.names, params, self.codecs, strict=True)
             if param is not None
         ]
 
@@ -60,7 +62,7 @@ def read_model(module: torch.nn.Module, config: SyncConfig) -> Model:
 
     Raises:
         ValueError: no parameter to train, an unsupported dtype or device, more than one device, a parameter without a codec, or
-            a codec pattern without a parameter.
+            a pattern of codec or exempt without a parameter.
         TypeError: a parameter is of a tensor subclass with a life of its own, such as DTensor.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -81,7 +83,8 @@ def read_model(module: torch.nn.Module, config: SyncConfig) -> Model:
     return Model(
         label=type(module).__name__,
         names=names,
-        codecs=codecs_of(names, config),
+        codecs=codecs_of(rows, module, config),
+        block_size=config.block_size or 0,
         references=[weakref.ref(param) for _, param in rows],
         identities=frozenset(id(param) for _, param in rows),
         device=trained[0][1].device,
@@ -100,25 +103,64 @@ def strip_wrappers(names: list[str]) -> list[str]:
     return stripped if len(set(stripped)) == len(names) else names
 
 
-def codecs_of(names: list[str], config: SyncConfig) -> list[str]:
-    """The codec of each parameter.
+def codecs_of(rows: Sequence[tuple[str, torch.Tensor]], module: torch.nn.Module, config: SyncConfig) -> list[str]:
+    """The codec of each parameter: by pattern, and instead of a block codec `exempt_codec` where it is exempt.
+
+    Args:
+        rows: name and parameter.
+        module: whose embeddings are exempt by default.
 
     Raises:
-        ValueError: a parameter matches no pattern, or a pattern no parameter.
+        ValueError: a parameter matches no pattern, or a pattern no parameter, or all parameters with a block codec are exempt.
+        TypeError: `exempt` answers something else than a bool.
     """
-    if not isinstance(config.codec, Mapping):
-        return [config.codec] * len(names)
-    codecs, used = [], set()
+    names = [name for name, _ in rows]
+    patterns = config.codec if isinstance(config.codec, Mapping) else {"*": config.codec}
+    matched = []
     for name in names:
-        pattern = next((pattern for pattern in config.codec if fnmatch.fnmatchcase(name, pattern)), None)
+        pattern = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
         if pattern is None:
-            raise ValueError(f'codec: parameter {name!r} matches none of the patterns {list(config.codec)}; add "*"')
-        used.add(pattern)
-        codecs.append(config.codec[pattern])
-    idle = [pattern for pattern in config.codec if pattern not in used]
+            raise ValueError(f'codec: parameter {name!r} matches none of the patterns {list(patterns)}; add "*"')
+        matched.append(pattern)
+    idle = [pattern for pattern in patterns if pattern not in matched]
     if idle:
         raise ValueError(f"codec: pattern {idle[0]!r} is the first to match for no parameter; the names are {_some(names)}")
-    return codecs
+    blocked = [row for row, pattern in zip(rows, matched, strict=True) if patterns[pattern] in BLOCK_CODECS]
+    exempt = _exempt_names(blocked, module, config)
+    for pattern in patterns:
+        members = {name for name, match in zip(names, matched, strict=True) if match == pattern}
+        if patterns[pattern] in BLOCK_CODECS and members <= exempt:
+            what = f"pattern {pattern!r}" if isinstance(config.codec, Mapping) else "the model"
+            raise ValueError(
+                f"codec: every parameter of {what} is exempt from {patterns[pattern]}"
+                f"{' (fewer than 2 dimensions, or an embedding)' if config.exempt is None else ''}; exempt=() exempts none"
+            )
+    return [config.exempt_codec if name in exempt else patterns[pattern] for name, pattern in zip(names, matched, strict=True)]
+
+
+def _exempt_names(rows: Sequence[tuple[str, torch.Tensor]], module: torch.nn.Module, config: SyncConfig) -> set[str]:
+    """Of the parameters that would have a block codec, those that are exempt."""
+    exempt = config.exempt
+    if exempt is None:
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        embeddings = {id(child.weight) for child in module.modules() if isinstance(child, tables)}
+        return {name for name, param in rows if param.dim() < 2 or id(param) in embeddings}
+    if callable(exempt):
+        found = set()
+        for name, param in rows:
+            answer = exempt(name, param)
+            if not isinstance(answer, bool):
+                raise TypeError(f"exempt: expected True or False for parameter {name!r}, got {answer!r}")
+            if answer:
+                found.add(name)
+        return found
+    for pattern in exempt:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in rows):
+            raise ValueError(
+                f"exempt: pattern {pattern!r} matches no parameter with a block codec; their names are "
+                f"{_some([name for name, _ in rows])}"
+            )
+    return {name for name, _ in rows if any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)}
 
 
 def _check_parameter(name: str, param: torch.Tensor) -> None:

@@ -23,80 +23,15 @@ import torch
 from torch.autograd import Variable
 
 from . import backends
-from .bucket_plan import BucketPlan, Parameters, Part
+from .bucket_job import Job, Slice, Step
+from .bucket_plan import Parameters, PlanOptions
 from .errors import GsyncError, GsyncWarning, SyncError
 from .groups import as_sync_error
+from .lanes import Lanes
 from .reference import CODE_DTYPES
 
 _SLICES_UNDER_WAY = 2
 _VANISHED_SHARE = 0.01  # of the non-zero elements; above it fp16 is the wrong codec
-
-
-class Lanes:
-    """The collectives of one engine. `private`: the lanes are the engine's own, and can be aborted.
-
-    all_reduce and all_to_all go on lane 0, all_gather on lane 1, so that the order in each is fixed whatever the timing.
-    """
-
-    def __init__(self, lane0: Any, lane1: Any, private: bool) -> None:
-        self._lane0, self._lane1, self.private = lane0, lane1, private
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        return self._lane0.allreduce([tensor])
-
-    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        return self._lane0.alltoall_base(out, tensor, [], [])
-
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        return self._lane1._allgather_base(out, tensor)
-
-    def abort(self) -> None:
-        """Closes the connections, so that the other ranks fail at once instead of waiting."""
-        lanes = {self._lane0, self._lane1} if self.private else ()
-        for lane in lanes:
-            with contextlib.suppress(RuntimeError):  # a lane that is dead already
-                lane.abort()
-
-
-class _Step:
-    """What is gathered while one backward pass is synchronised."""
-
-    def __init__(self, number: int, num_params: int, device: torch.device) -> None:
-        self.number = number
-        self.sums = torch.zeros(num_params, dtype=torch.float64, device=device)
-        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
-
-
-class _Job:
-    """One bucket on its way, and the future that DDP waits for."""
-
-    def __init__(self, bucket: Any, step: _Step, plan: BucketPlan | None, norm_idx: list[int]) -> None:
-        self.norm_idx = norm_idx  # of its parameters
-        self.index, self.is_last = bucket.index(), bucket.is_last()
-        self.buffer, self.parameters = bucket.buffer(), bucket.parameters()
-        self.step, self.plan = step, plan  # plan None: a sparse gradient
-        cut = [(part, i) for part in plan.parts for i in range(len(part.layouts))] if plan is not None else []
-        self.slices = [_Slice(self, part, i) for part, i in cut] or [_Slice(self)]
-        self.slices_left = len(self.slices)
-        devices = [self.buffer.device] if self.buffer.is_cuda else None
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-
-
-class _Slice:
-    """One slice under way."""
-
-    def __init__(self, job: _Job, part: Part | None = None, slice_idx: int = 0) -> None:
-        self.job, self.part, self.slice_idx = job, part, slice_idx
-        self.started = 0.0
-        self.collective: Any = None
-        self.payload: torch.Tensor | None = None
-        self.received: torch.Tensor | None = None
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        assert self.part is not None
-        return [self.job.buffer[begin : begin + numel] for begin, numel in self.part.spans]
 
 
 class _Core:
@@ -112,21 +47,23 @@ class _Core:
         rank: int,
         world_size: int,
         label: str,
+        rounding: str,
     ) -> None:
+        self.rounding = rounding
         self.lanes, self.device, self.scale, self.label = lanes, device, scale, label
         self.scatter = exchange == "scatter_gather"
         self.rank, self.world_size = rank, world_size
         self.kernels = backends.get(backend, device)
         self.changed = threading.Condition()
-        self.queue: deque[_Slice] = deque()
-        self.jobs: list[_Job] = []  # not finished
+        self.queue: deque[Slice] = deque()
+        self.jobs: list[Job] = []  # not finished
         self.error: SyncError | None = None
         self.closed = False
         self.warning = ""
         self.warned = False
         self.pool: dict[tuple[str, int], torch.Tensor] = {}
         self.slot = 0
-        self.last: _Step | None = None
+        self.last: Step | None = None
         self.steps_done = 0
         self.reset_totals()
 
@@ -137,7 +74,7 @@ class _Core:
 
     # A slice is started, then finished: by the worker thread (CPU) or by the caller (CUDA).
 
-    def start(self, current: _Slice) -> None:
+    def start(self, current: Slice) -> None:
         """1. pack  2. the first collective."""
         job, part = current.job, current.part
         current.started = time.perf_counter()
@@ -156,7 +93,8 @@ class _Core:
         self.slot = (self.slot + 1) % _SLICES_UNDER_WAY
         current.payload = self._buffer("payload", num_bytes)
         counters = job.step.counters if part.codec == "fp16" else None
-        self.kernels.pack(layout, current.gradients, current.payload, self.scale, counters)
+        encoding = current.encoding("pack", self.rounding, self.rank)
+        self.kernels.pack(layout, current.sent, current.payload, self.scale, counters, encoding)
         self._add("pack_ms", current)
         if self.scatter:
             current.received = self._buffer("received", num_bytes)
@@ -169,7 +107,7 @@ class _Core:
             else (2 * num_bytes * (self.world_size - 1) // self.world_size)
         )
 
-    def finish(self, current: _Slice) -> None:
+    def finish(self, current: Slice) -> None:
         """3. wait  4. under scatter_gather: reduce, all_gather  5. unpack."""
         job, part, step = current.job, current.part, current.job.step
         if current.collective is not None:
@@ -187,7 +125,8 @@ class _Core:
                 assert current.received is not None
                 chunks = list(current.received.view(self.world_size, -1).unbind())
                 reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
-                self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0)
+                encoding = current.encoding("reduce", self.rounding, self.rank)
+                self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
                 self.lanes.all_gather(current.payload, reduced).wait()
             self._add("exchange_ms", current)
             is_end = current.slice_idx == len(part.layouts) - 1
@@ -200,7 +139,7 @@ class _Core:
         if job.slices_left <= 0:
             self.complete(job)
 
-    def complete(self, job: _Job) -> None:
+    def complete(self, job: Job) -> None:
         self.totals["buckets"] += 1
         self.totals["gradient_bytes"] += job.plan.gradient_bytes if job.plan is not None else 0
         if job.is_last:
@@ -241,7 +180,7 @@ class _Core:
     def run_worker(self) -> None:
         """Life of the worker thread."""
         torch.set_flush_denormal(False)  # a thread inherits the mode of the one that made it
-        under_way: deque[_Slice] = deque()
+        under_way: deque[Slice] = deque()
         with torch.no_grad():
             while True:
                 with self.changed:
@@ -269,14 +208,14 @@ class _Core:
             found = self.pool[kind, self.slot] = backends.empty_payload(num_bytes, self.device)
         return found[:num_bytes]
 
-    def _measure(self, gradients: Sequence[torch.Tensor], norm_idx: Sequence[int], step: _Step) -> None:
+    def _measure(self, gradients: Sequence[torch.Tensor], norm_idx: Sequence[int], step: Step) -> None:
         """Σg² and the search for Inf and NaN where nothing was unpacked."""
         for gradient, i in zip(gradients, norm_idx, strict=True):
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             step.nonfinite |= ~real.isfinite().all()
             step.sums[i] = real.double().square().sum()
 
-    def _add(self, name: str, current: _Slice) -> None:
+    def _add(self, name: str, current: Slice) -> None:
         if self.device.type == "cpu":
             now = time.perf_counter()
             self.totals[name] += 1e3 * (now - current.started)
@@ -306,6 +245,8 @@ class PythonEngine:
         threaded: exchange in a thread of its own; else in the caller's, as collectives on a shared group must be.
         stream_priority: of the CUDA stream; None: the highest.
         on_failure: called at the end of a backward pass that failed, in the place of what DDP would have done.
+        rounding: "nearest" or "stochastic".
+        start_step, measure_error: see `PlanOptions`.
     """
 
     def __init__(
@@ -322,12 +263,18 @@ class PythonEngine:
         threaded: bool = True,
         stream_priority: int | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        rounding: str = "nearest",
+        start_step: int = 0,
+        measure_error: bool = False,
     ) -> None:
         self._on_failure = on_failure
-        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label)
-        num_chunks = world_size if exchange == "scatter_gather" else 1
-        self._parameters = Parameters(device, num_chunks, exchange == "all_reduce", slice_bytes)
-        self._step: _Step | None = None
+        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label, rounding)
+        one_codec = exchange == "all_reduce"
+        options = PlanOptions(1 if one_codec else world_size, one_codec, slice_bytes, rank, start_step, measure_error)
+        self._parameters = Parameters(device, options)
+        self._seed = 0
+        self._loss_scale: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._step: Step | None = None
         self._first_step = 0
         self._last_task = -1
         self._stream: torch.cuda.Stream | None = None
@@ -340,8 +287,18 @@ class PythonEngine:
             self._thread.start()
         self._finalizer = weakref.finalize(self, _close, self._core, self._thread)
 
-    def set_parameters(self, params: Sequence[torch.Tensor], names: Sequence[str], codecs: Sequence[str]) -> None:
-        self._parameters.set(params, names, codecs)
+    def set_parameters(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        codecs: Sequence[str],
+        block_sizes: Sequence[int] = (),
+        residuals: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = (),
+    ) -> None:
+        self._parameters.set(params, names, codecs, block_sizes, residuals)
+
+    def follow_loss_scale(self, scale: torch.Tensor, unit: torch.Tensor) -> None:
+        self._loss_scale = (scale, unit)
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         core = self._core
@@ -353,8 +310,10 @@ class PythonEngine:
             failed.set_exception(core.error)  # type: ignore[arg-type]
             return failed
         if self._step is None or bucket.index() == 0:
-            self._step = _Step(self.step, len(self._parameters), core.device)
+            self._step = Step(self.step, self._seed, len(self._parameters), core.device)
             self._parameters.forget_unused(self._step.number)
+            if self._loss_scale is not None:
+                self._parameters.follow_loss_scale(*self._loss_scale)
         try:
             job = self._make_job(bucket, self._step)
             with core.changed:
@@ -374,10 +333,12 @@ class PythonEngine:
             raise
 
     def stats(self) -> dict[str, Any]:
-        return dict(self._core.totals, nonfinite_steps=int(self._core.nonfinite_steps.item()))
+        nonfinite_steps = int(self._core.nonfinite_steps.item())
+        return dict(self._core.totals, nonfinite_steps=nonfinite_steps, error_sums=self._parameters.error_sums())
 
     def reset_stats(self) -> None:
         self._core.reset_totals()
+        self._parameters.reset_error_sums()
 
     def sum_of_squares(self) -> torch.Tensor:
         return self._last().sums
@@ -416,12 +377,15 @@ class PythonEngine:
     def set_step(self, step: int) -> None:
         self._first_step = step - self._core.steps_done
 
-    def _make_job(self, bucket: Any, step: _Step) -> _Job:
+    def set_seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def _make_job(self, bucket: Any, step: Step) -> Job:
         buffer, params = bucket.buffer(), bucket.parameters()
         plan = None if buffer.is_sparse else self._parameters.plan(buffer, params, step.number)
-        return _Job(bucket, step, plan, [self._parameters.norm_idx(param) for param in params])
+        return Job(bucket, step, plan, [self._parameters.norm_idx(param) for param in params])
 
-    def _run_here(self, job: _Job) -> None:
+    def _run_here(self, job: Job) -> None:
         """What the worker thread would do, in the caller's thread; on CUDA it only enqueues."""
         core = self._core
         context: Any = contextlib.nullcontext()
@@ -457,7 +421,7 @@ class PythonEngine:
             self._on_failure()
         self.raise_pending()
 
-    def _last(self) -> _Step:
+    def _last(self) -> Step:
         self.raise_pending()
         if self._core.last is None:
             raise GsyncError("no backward pass has been synchronised yet")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .checkpoint import Feedback
 from .config import SyncConfig, make_config
 from .engine import Engine, check_device
 from .errors import GsyncError, SyncError
@@ -30,13 +31,20 @@ class SyncState(Surface):
         process_group: the group to average over. Default: the one of the DDP instance. Another than that one raises.
         module: the DDP instance, or the module inside it. Default: found at the first bucket, by a search of all objects that
             Python's garbage collector knows (about 0.2 s, once).
+        scaler: a GradScaler whose scale residuals follow; with error_feedback only.
 
     Raises:
-        TypeError, ValueError: see `SyncConfig`; or `module` has no parameter to train, or `bucket_mb` is given.
+        TypeError, ValueError: see `SyncConfig`; or `module` has no parameter to train, or `bucket_mb` is given, or a scaler
+            without error_feedback.
     """
 
     def __init__(
-        self, config: SyncConfig | None = None, process_group: Any = None, module: torch.nn.Module | None = None, **options: Any
+        self,
+        config: SyncConfig | None = None,
+        process_group: Any = None,
+        module: torch.nn.Module | None = None,
+        scaler: Any = None,
+        **options: Any,
     ) -> None:
         self.config = _check_door(make_config(config, options))
         self._given_group = process_group
@@ -47,7 +55,7 @@ class SyncState(Surface):
             read_model(_inner(module), self.config)
             self._module = weakref.ref(module)
         self._is_copy = False
-        self._set_up()
+        self._set_up(scaler)
 
     def reset(self) -> None:
         """Makes a failed state work again, from the next backward pass on. To be called on every rank, after the error."""
@@ -67,8 +75,9 @@ class SyncState(Surface):
         model, group = self._read()
         check_device(self.config, model, group)
 
-    def rearm(self, config: SyncConfig) -> None:
-        """Starts a closed state again with another configuration."""
+    def rearm(self, config: SyncConfig, scaler: Any = None) -> None:
+        """Starts a closed state again with another configuration, and without residuals."""
+        self._feedback = Feedback(config, scaler)
         self.config = _check_door(config)
         self._closed = False
         self._generation += 1
@@ -112,7 +121,8 @@ class SyncState(Surface):
         if params and not model.has(params[0]):
             raise ValueError("this SyncState belongs to another model; every model needs its own")
         if self._engine is not None:  # parameters that were frozen or missing at the start
-            self._engine.set_parameters(*model.columns())
+            self._feedback.attach(model, group)
+            self._feedback.hand_to(self._engine, model)
             return self._engine
         module = self._module  # weakly, as the engine must not keep the model
         return self._make_engine(model, group, {}, lambda: _reset_ddp(module))

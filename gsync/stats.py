@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+_DERIVED = (
+    "overlap_share",
+    "relative_error",
+    "relative_error_of_sums",
+    "zeroed_share",
+    "zeroed_share_of_sums",
+    "residual_bytes",
+)
 
 
 @dataclass
@@ -20,8 +30,13 @@ class SyncStats:
         unpack_ms: time spent decoding, with the sum of squares and the search for Inf and NaN, in ms.
         exposed_ms: time that the backward pass waited at its end, in ms.
         overlap_share: share of pack, exchange and unpack that the backward pass did not wait for, 0 to 1.
-        relative_error: norm of what encoding lost over the norm of the gradients; None where the codec does not measure it.
+        relative_error: norm of what encoding this rank's gradients lost over the norm of what was encoded (with error feedback
+            gradient plus residual), over all steps; None without `measure_error`.
+        relative_error_of_sums: the same of the sums that this rank encoded; None under all_reduce too.
+        zeroed_share: share of the values encoded that were not zero and became zero, 0 to 1; None without `measure_error`.
+        zeroed_share_of_sums: the same of the sums that this rank encoded.
         nonfinite_steps: steps with Inf or NaN in a synchronised gradient.
+        residual_bytes: memory of error feedback held now, in bytes.
     """
 
     steps: int = 0
@@ -34,19 +49,28 @@ class SyncStats:
     exposed_ms: float = 0.0
     overlap_share: float = 0.0
     relative_error: float | None = None
+    relative_error_of_sums: float | None = None
+    zeroed_share: float | None = None
+    zeroed_share_of_sums: float | None = None
     nonfinite_steps: int = 0
+    residual_bytes: int = 0
 
     @classmethod
     def of(cls, *totals: dict[str, Any]) -> SyncStats:
         """The sum of what engines counted; entries that are no field here are left out."""
         stats = cls()
         for field in fields(cls):
-            if field.name not in ("overlap_share", "relative_error"):
+            if field.name not in _DERIVED:
                 start = getattr(stats, field.name)  # 0, or 0.0 for times
                 setattr(stats, field.name, type(start)(sum(total.get(field.name, 0) for total in totals)))
         busy = stats.pack_ms + stats.exchange_ms + stats.unpack_ms
         if busy > 0:
             stats.overlap_share = min(1.0, max(0.0, 1.0 - stats.exposed_ms / busy))
+        measured = [total["error_sums"] for total in totals if total.get("error_sums")]
+        lost, encoded, nonzero, zeroed, *of_sums = [sum(column) for column in zip(*measured, strict=True)] or [0] * 8
+        stats.relative_error, stats.zeroed_share = _root_of_share(lost, encoded), _share(zeroed, nonzero)
+        lost, encoded, nonzero, zeroed = of_sums
+        stats.relative_error_of_sums, stats.zeroed_share_of_sums = _root_of_share(lost, encoded), _share(zeroed, nonzero)
         return stats
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,3 +90,11 @@ class SyncStats:
             f"unpack {self.unpack_ms / steps:.2f} ms, exposed {self.exposed_ms / steps:.2f} ms "
             f"({100 * self.overlap_share:.0f} % overlapped){error}"
         )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _root_of_share(part: float, whole: float) -> float | None:
+    return math.sqrt(part / whole) if whole else None

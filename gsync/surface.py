@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .checkpoint import Feedback
 from .config import SyncConfig
 from .engine import Engine, check_device, choose, make_engine
 from .errors import GsyncError, SyncError
@@ -19,15 +20,14 @@ from .groups import Meeting, timeout_of
 from .model import Model
 from .stats import SyncStats
 
-_STATE_KEYS = ("version", "rank", "world_size", "seed", "step", "residuals")
-
 
 class Surface(ABC):
     """See above. A subclass sets `config`, then calls `_set_up`."""
 
     config: SyncConfig
 
-    def _set_up(self) -> None:
+    def _set_up(self, scaler: Any = None) -> None:
+        self._feedback = Feedback(self.config, scaler)
         self._engine: Engine | None = None
         self._failure: SyncError | None = None  # of the ranks' meeting, when there was no engine yet
         self._group: Any = None
@@ -45,7 +45,9 @@ class Surface(ABC):
 
     def stats(self) -> SyncStats:
         """What synchronisation cost since the last reset. On CUDA it waits for the device."""
-        return SyncStats.of(*self._totals, *([self._engine.stats()] if self._engine is not None else []))
+        stats = SyncStats.of(*self._totals, *([self._engine.stats()] if self._engine is not None else []))
+        stats.residual_bytes = self._feedback.num_bytes
+        return stats
 
     def reset_stats(self) -> None:
         """Sets the totals of `stats` to zero."""
@@ -80,46 +82,43 @@ class Surface(ABC):
         return model.alive()
 
     def state_dict(self, consolidate: bool = False) -> dict[str, Any]:
-        """This rank's own state in plain numbers, for ``torch.load(weights_only=True)``. No collective.
+        """This rank's own state in plain numbers and tensors, for ``torch.load(weights_only=True)``. No collective.
+
+        Args:
+            consolidate: add up the residuals of all ranks, so that a world of another size can go on without losing what they
+                hold. Collective: every rank must do it, between steps; each gets the same.
 
         Raises:
-            ValueError: consolidate=True, which adds up residuals; no codec of this version has them.
+            ValueError: consolidate without error_feedback.
         """
-        if consolidate:
-            raise ValueError("consolidate=True adds up residuals over ranks, and no codec of this version has them; leave it out")
-        rank, world_size = (self._group.rank(), self._group.size()) if self._group is not None else (-1, -1)  # -1: not known yet
-        return {
-            "version": 1,
-            "rank": rank,
-            "world_size": world_size,
-            "seed": self._seed,
-            "step": self._step_now(),
-            "residuals": {},
-        }
+        if consolidate and self.config.error_feedback:
+            self._feedback.attach(*self._read())
+        return self._feedback.to_state(self._group, self._seed, self._step_now(), consolidate)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, of any rank and world size: step and seed are taken.
+        """Goes on from a `state_dict`: bit for bit from one of the same rank and world.
+
+        Of one of another rank or world step and seed are taken, and residuals if it was consolidated. What is dropped, since
+        rank, world or model are others, a `GsyncWarning` says: now, or at the first bucket where the model is not known before.
 
         Raises:
             ValueError: it is not a `state_dict` of gsync.
         """
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise ValueError(f"load_state_dict: expected a state_dict of gsync, but {', '.join(missing)} is missing")
-        if state["version"] != 1:
-            raise ValueError(f"load_state_dict: version {state['version']}, expected 1; it is of a newer gsync")
+        self._feedback.load(state)
         self._step, self._seed = int(state["step"]), int(state["seed"])
         if self._engine is not None:
             self._engine.set_step(self._step)
+            self._engine.set_seed(self._seed)
+        if self._model is not None and self._group is not None:
+            self._feedback.attach(self._model, self._group)
 
     def scale_residuals(self, factor: float) -> None:
-        """Multiplies all residuals by `factor`, for a change of the loss's scale. Codecs of this version have none: checks only.
+        """Multiplies all residuals by `factor`, for a change of the loss's scale; a scaler that was given is followed without.
 
         Raises:
             ValueError: `factor` is not a finite number above 0.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
-            raise ValueError(f"scale_residuals: factor={factor!r}, expected a finite number above 0")
+        self._feedback.scale(factor)
 
     def reset(self) -> None:
         """Makes it work again after an error, from the next backward pass on. To be called on every rank."""
@@ -148,10 +147,14 @@ class Surface(ABC):
         if group.size() > 1:
             if self._meeting is None:
                 self._meeting = Meeting(group, timeout_s)
-            self._meeting.agree(_description(self.config, model, kind) | dict(description), self._generation)
+            seed = {"seed": self._seed} if self.config.rounding == "stochastic" else {}
+            self._meeting.agree(_description(self.config, model, kind) | seed | dict(description), self._generation)
+            self._step = self._meeting.of_first_rank("step", self._step, self._generation)
+        self._feedback.attach(model, group)
         engine = make_engine(kind, self.config, model, group, self._meeting, self._generation, timeout_s, on_failure)
-        engine.set_parameters(*model.columns())
+        self._feedback.hand_to(engine, model)
         engine.set_step(self._step)
+        engine.set_seed(self._seed)
         self._engine = engine
         return engine
 
@@ -184,5 +187,6 @@ def _description(config: SyncConfig, model: Model, kind: Any) -> dict[str, Any]:
     """What must be the same on every rank."""
     from . import __version__
 
-    options = {name: repr(getattr(config, name)) for name in ("codec", "exchange", "average", "slice_mb", "transport")}
+    names = ("codec", "exchange", "average", "slice_mb", "transport", "block_size", "rounding", "error_feedback", "start_step")
+    options = {name: repr(getattr(config, name)) for name in names}
     return {"version of gsync": __version__, "engine": str(kind), "parameters": model.description(), **options}

@@ -4,8 +4,11 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
-from gsync.config import CODECS, SyncConfig, make_config
+from gsync.config import BLOCK_CODECS, CODECS, SyncConfig, make_config
+from gsync.layout import BLOCK_SIZES, CODEC_KINDS
+from gsync.model import read_model
 
 
 def test_defaults_are_the_documented_ones():
@@ -39,7 +42,7 @@ def test_a_codec_mapping_is_copied():
 
 BAD = [
     ({"codec": "fp31"}, ValueError, "codec='fp31' is unknown; expected one of 'fp32', 'fp16', 'bf16'"),
-    ({"codec": "int8"}, ValueError, "codec='int8' is not available in this version; accepted today: 'fp32'"),
+    ({"codec": "int7"}, ValueError, "'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4'"),
     ({"codec": 16}, TypeError, "codec: expected one of"),
     ({"codec": {}}, ValueError, "the mapping is empty"),
     ({"codec": {"*": "fp31"}}, ValueError, "codec['*']='fp31' is unknown"),
@@ -47,16 +50,28 @@ BAD = [
     ({"exchange": "ring"}, ValueError, "exchange='ring' is unknown"),
     ({"exchange": "hierarchical"}, ValueError, "not available in this version"),
     ({"average": 1}, TypeError, "average: expected True or False, got 1"),
-    ({"block_size": 0}, ValueError, "block_size=0 is out of range; expected 1 to"),
+    ({"exchange": "all_reduce", "codec": "int8"}, ValueError, "libraries cannot sum int8 with their scales"),
+    ({"exchange": "all_reduce", "codec": {"a": "bf16", "*": "int4"}}, ValueError, "libraries cannot sum int4"),
+    ({"exchange": "all_reduce", "error_feedback": True}, ValueError, "under exchange='all_reduce' the library rounds the sums"),
+    ({"block_size": 0}, ValueError, "block_size=0 is out of range; expected 32 to 4096"),
+    ({"block_size": 96, "codec": "int8"}, ValueError, "block_size=96: expected a power of two from 32 to 4096"),
+    ({"block_size": 8192, "codec": "int8"}, ValueError, "out of range"),
     ({"block_size": 256}, ValueError, "codec bf16 has no blocks"),
     ({"block_size": "a"}, TypeError, "block_size: expected an int"),
     ({"rounding": "up"}, ValueError, "rounding='up' is unknown"),
-    ({"rounding": "stochastic"}, ValueError, "not available in this version"),
+    ({"rounding": "stochastic", "codec": "fp32"}, ValueError, "codec fp32 does not round"),
     ({"seed": -1}, ValueError, "seed=-1 is out of range"),
     ({"seed": 7}, ValueError, "seed=7 cannot act with rounding='nearest'"),
     ({"seed": True}, TypeError, "seed: expected an int"),
-    ({"error_feedback": True}, ValueError, "error_feedback=True is not available"),
+    ({"error_feedback": True, "codec": "fp32"}, ValueError, "error_feedback=True cannot act: codec fp32 loses nothing"),
+    ({"error_feedback": 1}, TypeError, "error_feedback: expected True or False"),
+    ({"measure_error": True, "codec": "fp32"}, ValueError, "measure_error=True cannot act: codec fp32 loses nothing"),
+    ({"measure_error": "yes"}, TypeError, "measure_error: expected True or False"),
     ({"exempt": ["*.bias"]}, ValueError, "and codec bf16 is none"),
+    ({"exempt": "*.bias", "codec": "int8"}, TypeError, "exempt: expected name patterns in a list, or a callable"),
+    ({"exempt": [3], "codec": "int8"}, TypeError, "exempt: expected name patterns (str), got 3"),
+    ({"exempt": 3, "codec": "int8"}, TypeError, "got 3"),
+    ({"exempt": (), "exempt_codec": "fp32", "codec": "int8"}, ValueError, "exempts nothing"),
     ({"exempt_codec": "fp32"}, ValueError, "exempts no parameter"),
     ({"exempt_codec": "int8"}, ValueError, "exempt_codec='int8' is unknown"),
     ({"start_step": 5}, ValueError, "acts with a block codec"),
@@ -101,6 +116,70 @@ def test_config_or_keywords_but_not_both():
         make_config({"codec": "fp32"}, {})
 
 
-def test_each_codec_of_this_version_is_accepted():
+def test_each_codec_of_the_operations_is_accepted():
+    assert set(CODECS) == set(CODEC_KINDS) and set(BLOCK_CODECS) == {name for name in CODECS if CODEC_KINDS[name] in BLOCK_SIZES}
     for codec in CODECS:
         assert SyncConfig(codec=codec).codecs == (codec,)
+
+
+def test_auto_exchanges_as_the_codec_needs():
+    assert SyncConfig("bf16").exchange_used == "all_reduce"
+    assert SyncConfig("fp16", rounding="stochastic", seed=1).exchange_used == "all_reduce"
+    assert SyncConfig("bf16", error_feedback=True).exchange_used == "scatter_gather"
+    assert SyncConfig({"a": "int8", "*": "bf16"}).exchange_used == "scatter_gather"
+    assert SyncConfig("bf16", exchange="scatter_gather").exchange_used == "scatter_gather"
+
+
+def test_patterns_of_exempt_are_copied():
+    patterns = ["*.bias"]
+    config = SyncConfig("int8", exempt=patterns, exempt_codec="fp32")
+    patterns.append("nonsense")
+    assert config.exempt == ("*.bias",)
+    assert hash(config) == hash(SyncConfig("int8", exempt=("*.bias",), exempt_codec="fp32"))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(7, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.linear = torch.nn.Linear(4, 3)
+        self.out = torch.nn.Linear(4, 7, bias=False)
+        self.out.weight = self.words.weight
+
+
+def codecs(**options):
+    model = read_model(Net(), SyncConfig(**options))
+    return dict(zip(model.names, model.codecs, strict=True))
+
+
+def test_who_is_exempt():
+    default = {"words.weight": "bf16", "norm.weight": "bf16", "norm.bias": "bf16", "linear.bias": "bf16", "linear.weight": "int8"}
+    assert codecs(codec="int8") == default
+    assert codecs(codec="int8", exempt_codec="fp32") == {name: default[name].replace("bf16", "fp32") for name in default}
+    assert codecs(codec="int8", exempt=()) == dict.fromkeys(default, "int8")
+    assert codecs(codec="int4", exempt=["norm.*"], exempt_codec="fp16") == {
+        name: "fp16" if name.startswith("norm") else "int4" for name in default
+    }
+    by_size = codecs(codec="int8", exempt=lambda name, parameter: parameter.numel() < 10 or name == "words.weight")
+    assert {name for name, codec in by_size.items() if codec == "int8"} == {"linear.weight"}
+    # Of a mapping, block codecs only.
+    assert codecs(codec={"*.bias": "fp32", "*.weight": "fp8_e4m3"}) == {
+        "words.weight": "bf16", "norm.weight": "bf16", "norm.bias": "fp32", "linear.bias": "fp32", "linear.weight": "fp8_e4m3",
+    }  # fmt: skip
+    net = Net()
+    _, names, _, block_sizes = read_model(net, SyncConfig("int8", block_size=64)).columns()
+    assert dict(zip(names, block_sizes, strict=True)) == {name: 64 if name == "linear.weight" else 0 for name in default}
+
+
+def test_options_that_meet_no_parameter_are_refused():
+    with pytest.raises(ValueError, match="exempt: pattern 'nothing' matches no parameter with a block codec"):
+        codecs(codec="int8", exempt=["nothing"])
+    with pytest.raises(ValueError, match=r"exempt: pattern 'norm\.bias' matches no parameter with a block codec"):
+        codecs(codec={"*.bias": "fp32", "*": "int8"}, exempt=["norm.bias"])
+    with pytest.raises(ValueError, match=r"every parameter of pattern '\*\.bias' is exempt from int8 .*exempt=\(\) exempts none"):
+        codecs(codec={"*.bias": "int8", "*": "int8"})
+    with pytest.raises(ValueError, match=r"every parameter of the model is exempt from int4; exempt=\(\)"):
+        codecs(codec="int4", exempt=["*"])
+    with pytest.raises(TypeError, match=r"exempt: expected True or False for parameter 'linear\.bias', got None"):
+        codecs(codec="int4", exempt=lambda name, parameter: None)

@@ -86,8 +86,12 @@ def test_wrong_options_are_refused():
         None, device="cpu", world_size=1, rank=0, exchange="all_reduce", scale=1.0, slice_bytes=1, timeout_s=1.0
     )
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match="codec must be fp32, fp16 or bf16, got int8"):
-        engine.set_parameters([parameter], ["a"], ["int8"])
+    with pytest.raises(ValueError, match=r"codec must be fp32, .*int8 or int4, got int7"):
+        engine.set_parameters([parameter], ["a"], ["int7"])
+    with pytest.raises(ValueError, match="1 parameters, 1 names, 1 codecs, 2 block sizes"):
+        engine.set_parameters([parameter], ["a"], ["int8"], [0, 0])
+    with pytest.raises(ValueError, match="rounding must be nearest or stochastic, got up"):
+        _native.C.Engine(None, "cpu", 1, 0, "all_reduce", 1.0, 1, 1.0, rounding="up")
     with pytest.raises(ValueError, match="two parameters are named a"):
         engine.set_parameters([parameter, torch.nn.Parameter(torch.zeros(1))], ["a", "a"], ["fp32", "fp32"])
     engine.close()
