@@ -117,7 +117,7 @@ void Parameters::set(const ParameterTable& given) {
 
 std::shared_ptr<BucketPlan> Parameters::plan(const Bucket& bucket, int64_t step) {
   const bool has_started = step >= options_.start_step;
-  Key key{{}, bucket.buffer.scalar_type(), has_started};
+  Key key{{}, bucket.dtype(), bucket.gradients == nullptr, has_started};
   key.parameters.reserve(bucket.parameters.size());
   for (const at::Tensor& parameter : bucket.parameters) key.parameters.push_back(parameter.unsafeGetTensorImpl());
   auto found = plans_.find(key);
@@ -230,7 +230,7 @@ void Parameters::follow_loss_scale(const at::Tensor& scale, at::Tensor& unit) {
 // ---- one bucket ----
 
 std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has_started) const {
-  const ElementType type = element_type(bucket.buffer.scalar_type());
+  const ElementType type = element_type(bucket.dtype());
   auto plan = std::make_shared<BucketPlan>();
 
   // 1. The segments lie one after the other in the buffer. Each part takes its own.
@@ -247,7 +247,7 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
     TORCH_CHECK_VALUE(entry != table_.end(), "Engine.submit: bucket ", bucket.index, " holds a parameter of shape ",
                       parameter.sizes(), " that set_parameters did not get");
     // DDP gives a complex parameter a buffer of real numbers, in pairs.
-    const bool in_pairs = parameter.is_complex() && !bucket.buffer.is_complex();
+    const bool in_pairs = parameter.is_complex() && !at::isComplexType(bucket.dtype());
     const int64_t segment_numel = parameter.numel() * (in_pairs ? 2 : type.per_element);
     Kind codec = exchange_.encodes() ? entry->second.codec : Kind::kFp32;
     if (!is_elementwise(codec) && !has_started) codec = Kind::kBf16;
@@ -262,8 +262,8 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
     draft.part.is_fp16 = draft.part.is_fp16 || codec == Kind::kFp16;
     numel += segment_numel;
   }
-  TORCH_CHECK_VALUE(numel == bucket.buffer.numel() * type.per_element, "Engine.submit: bucket ", bucket.index, " has ",
-                    bucket.buffer.numel() * type.per_element, " elements, its parameters ", numel);
+  TORCH_CHECK_VALUE(bucket.gradients || numel == bucket.buffer.numel() * type.per_element, "Engine.submit: bucket ", bucket.index,
+                    " has ", bucket.buffer.numel() * type.per_element, " elements, its parameters ", numel);
 
   // 2. Cut each part into slices, all of them with the same tables of sums.
   for (auto& [codec, draft] : drafts) {
@@ -273,8 +273,8 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
       part.sender_residuals.clear();
       part.reducer_residuals.clear();
     }
-    part.in_place = device_.is_cpu() && drafts.size() == 1 && exchange_.num_chunks() == 1 && type.dtype == Dtype::kFp32 &&
-                    draft.segments.front().codec == Kind::kFp32;
+    part.in_place = !bucket.gradients && device_.is_cpu() && drafts.size() == 1 && exchange_.num_chunks() == 1 &&
+                    type.dtype == Dtype::kFp32 && draft.segments.front().codec == Kind::kFp32;
     const int64_t num_tiles = std::max<int64_t>(1, ceil_div(draft.numel, kTileElements));
     const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, options_.slice_bytes), 1, num_tiles);
     for (int64_t slice = 0; slice < num_slices; ++slice) {

@@ -17,16 +17,22 @@
 #include <vector>
 
 #include "exchange.h"
+#include "gradient_list.h"
 #include "ops_binding.h"
 
 namespace gsync {
 
-/// A bucket as DDP hands it over.
+/// A bucket as DDP or the reducer hands it over.
 struct Bucket {
   int64_t index = 0;
   bool is_last = false;
-  at::Tensor buffer;                   // flat, or the sparse gradient itself
+  at::Tensor buffer;                   // flat, or the sparse gradient itself; undefined: see gradients
   std::vector<at::Tensor> parameters;  // in the order of the buffer
+  std::shared_ptr<GradientList> gradients;  // where autograd left them, one for each parameter; null: in the buffer
+
+  bool is_sparse() const { return buffer.defined() && buffer.is_sparse(); }
+  at::ScalarType dtype() const { return (gradients ? parameters.front() : buffer).scalar_type(); }
+  c10::Device device() const { return (gradients ? parameters.front() : buffer).device(); }
 };
 
 /// What encoding lost, of one parameter: fp32, on the device. Undefined where it is not kept.
@@ -117,6 +123,7 @@ class Parameters {
   struct Key {
     std::vector<const c10::TensorImpl*> parameters;
     at::ScalarType dtype;
+    bool is_flat;
     bool has_started;  // whether start_step has come
     bool operator==(const Key& other) const = default;
   };

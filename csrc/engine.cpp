@@ -114,9 +114,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
   std::lock_guard<std::mutex> lock(submit_mutex_);
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<BucketJob>();
-  job->result = result ? std::move(*result) : c10::IValue(bucket.buffer);
-  const c10::TypePtr type =
-      job->result.isPyObject() ? c10::TypePtr(c10::PyObjectType::get()) : c10::TypePtr(c10::TensorType::get());
+  if (result) {
+    job->result = std::move(*result);
+  } else if (bucket.buffer.defined()) {
+    job->result = bucket.buffer;
+  }
+  const c10::TypePtr type = job->result.isPyObject() ? c10::TypePtr(c10::PyObjectType::get())
+                            : job->result.isTensor() ? c10::TypePtr(c10::TensorType::get())
+                                                     : c10::TypePtr(c10::NoneType::get());
   const auto devices = options_.device.is_cpu() ? std::vector<c10::Device>{} : std::vector<c10::Device>{options_.device};
   job->future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
   job->bucket = std::move(bucket);
@@ -137,12 +142,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
                       " came: the backward before this one did not hand over all its buckets");
     next_bucket_ = given.is_last ? 0 : given.index + 1;
     if (given.index == 0 && loss_scale_.defined()) parameters_->follow_loss_scale(loss_scale_, residual_unit_);
-    TORCH_CHECK_VALUE(given.buffer.device() == options_.device, "bucket ", given.index, " is on ", given.buffer.device(),
-                      ", the engine on ", options_.device);
-    TORCH_CHECK(!stream_ || !is_capturing(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device)),
-                "the backward pass is being captured into a CUDA graph, which cannot hold gsync's exchange: capture it under "
-                "no_sync(), or not at all");
-    if (!given.buffer.is_sparse()) job->plan = parameters_->plan(given, job->step);
+    TORCH_CHECK_VALUE(given.device() == options_.device, "bucket ", given.index, " is on ", given.device(), ", the engine on ",
+                      options_.device);
+    if (!given.is_sparse()) job->plan = parameters_->plan(given, job->step);
     job->sums = job->plan ? job->plan : parameters_->sparse_plan(given);
     job->found_nonfinite = &job->host_nonfinite;
     if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + job->step % 2;
@@ -176,9 +178,11 @@ void Engine::bucket_done(BucketJob& job) {
     }
   }
   if (watchdog_) watchdog_->watch(job.bucket.index, *job.producer, *stream_);
-  if (job.bucket.buffer.is_sparse()) return job.future->markCompleted(std::move(job.result));
-  // The storage is named since it cannot be found in a Python object without Python's lock.
-  job.future->markCompleted(std::move(job.result), {{job.bucket.buffer.storage().getWeakStorageImpl()}});
+  if (job.bucket.is_sparse()) return job.future->markCompleted(std::move(job.result));
+  // The storage is named since it cannot be found in a Python object without Python's lock. Gradients that lie anywhere have
+  // none in common; any memory of the device will do, as whoever waits then waits for this stream.
+  const at::Tensor& memory = job.bucket.buffer.defined() ? job.bucket.buffer : counters_;
+  job.future->markCompleted(std::move(job.result), {{memory.storage().getWeakStorageImpl()}});
 }
 
 void Engine::failed_in(const BucketJob* job, const std::exception_ptr& cause) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_values.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/fill.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
@@ -9,6 +10,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -29,17 +31,12 @@ class SliceFlow final : public Flow {
         slice_(slice),
         layout_(*part.slices[slice]),
         buffers_(buffers),
+        is_first_of_part_(slice == 0),
         is_last_of_part_(slice + 1 == part.slices.size()) {}
 
   void start(c10::Stream stream) override {
-    auto* base = static_cast<uint8_t*>(job_->bucket.buffer.mutable_data_ptr());
     std::vector<const void*> sent;
-    gradients_.reserve(part_.offsets.size());
-    sent.reserve(part_.offsets.size());
-    for (size_t i = 0; i < part_.offsets.size(); ++i) {
-      gradients_.push_back(base + part_.offsets[i]);
-      sent.push_back(job_->is_used[part_.parameter_idx[i]] ? gradients_.back() : nullptr);
-    }
+    find_gradients(sent);
 
     // 1. pack
     pipeline_.clock->begin(Phase::kPack);
@@ -64,6 +61,7 @@ class SliceFlow final : public Flow {
 
     // 3. unpack. On one rank the gradients are what they should be, only measured.
     pipeline_.clock->begin(Phase::kUnpack);
+    if (job_->bucket.gradients && !job_->bucket.gradients->is_complete) read_flags();
     if (!pipeline_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
     auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
     unpack(layout_, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()), job_->found_nonfinite,
@@ -74,6 +72,50 @@ class SliceFlow final : public Flow {
 
  private:
   uint8_t* payload() const { return static_cast<uint8_t*>(buffers_.payload.mutable_data_ptr()); }
+
+  // Where each segment is packed from, and, in gradients_, unpacked to.
+  void find_gradients(std::vector<const void*>& sent) {
+    const size_t count = part_.parameter_idx.size();
+    gradients_.resize(count);
+    sent.resize(count);
+    const GradientList* list = job_->bucket.gradients.get();
+    auto* base = list == nullptr ? static_cast<uint8_t*>(job_->bucket.buffer.mutable_data_ptr()) : nullptr;
+    for (size_t i = 0; i < count; ++i) {
+      if (list == nullptr) {
+        gradients_[i] = base + part_.offsets[i];
+        sent[i] = job_->is_used[part_.parameter_idx[i]] ? gradients_[i] : nullptr;
+        continue;
+      }
+      const at::Tensor& source = list->sources[part_.parameter_idx[i]];
+      const at::Tensor& target = list->targets[part_.parameter_idx[i]];
+      sent[i] = source.defined() ? source.const_data_ptr() : nullptr;
+      gradients_[i] = target.defined() ? target.mutable_data_ptr() : nullptr;
+    }
+  }
+
+  // Which parameters were used by another rank only: those get memory for their mean. The flags are the same in every chunk.
+  void read_flags() {
+    GradientList& list = *job_->bucket.gradients;
+    const int32_t flag_bytes = layout_.layout().flag_bytes;
+    const auto count = static_cast<int64_t>(part_.parameter_idx.size());
+    if (!pipeline_.device.is_cpu()) {
+      if (!is_first_of_part_) return;
+      const auto pinned = at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(pipeline_.device.is_cuda());
+      at::Tensor bytes = at::empty({count * flag_bytes}, pinned);
+      bytes.copy_(buffers_.payload.narrow(0, 0, count * flag_bytes), /*non_blocking=*/true);
+      list.flags.push_back({part_.parameter_idx, std::move(bytes)});
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (list.sources[part_.parameter_idx[i]].defined()) continue;
+      const uint8_t* flag = payload() + i * flag_bytes;
+      at::Tensor& target = list.targets[part_.parameter_idx[i]];
+      if (!target.defined() && std::any_of(flag, flag + flag_bytes, [](uint8_t byte) { return byte != 0; }))
+        target = empty_gradient(job_->bucket.parameters[part_.parameter_idx[i]]);
+      gradients_[i] = target.defined() ? target.mutable_data_ptr() : nullptr;
+    }
+  }
+
   void issue(c10::Stream stream) {
     collective_ = pipeline_.exchange->issue(stage_, layout_, buffers_, stream, encoding(Stage::kReduce));
     issued_ = Clock::now();
@@ -99,6 +141,7 @@ class SliceFlow final : public Flow {
   size_t slice_;
   const DeviceLayout& layout_;
   SliceBuffers& buffers_;
+  bool is_first_of_part_;
   bool is_last_of_part_;
   std::vector<void*> gradients_;
 };

@@ -8,6 +8,8 @@ import torch
 
 from .bucket_plan import BucketPlan, Part
 from .encoding import EncodeOptions, random_key
+from .gradient_list import empty_gradient, fill_nan, fill_nan_gradients, flat
+from .layout import CODE_BYTES
 
 
 class Step:
@@ -21,19 +23,34 @@ class Step:
 
 
 class Job:
-    """One bucket on its way, and the future that DDP waits for."""
+    """One bucket on its way, and the future that DDP waits for. Gradients are in DDP's buffer, or where autograd left them."""
 
     def __init__(self, bucket: Any, step: Step, plan: BucketPlan | None, norm_idx: list[int]) -> None:
         self.norm_idx = norm_idx  # of its parameters
         self.index, self.is_last = bucket.index(), bucket.is_last()
         self.buffer, self.parameters = bucket.buffer(), bucket.parameters()
+        self.gradients: list[torch.Tensor | None] | None = getattr(bucket, "gradient_list", None)
         self.step, self.plan = step, plan  # plan None: a sparse gradient
-        self.is_used = [param.grad is not None for param in self.parameters]  # whether this rank's backward pass reached it
+        # Whether this rank's backward pass reached it.
+        used = [param.grad for param in self.parameters] if self.gradients is None else self.gradients
+        self.is_used = [gradient is not None for gradient in used]
         cut = [(part, i) for part in plan.parts for i in range(len(part.layouts))] if plan is not None else []
         self.slices = [Slice(self, part, i) for part, i in cut] or [Slice(self)]
         self.slices_left = len(self.slices)
-        devices = [self.buffer.device] if self.buffer.is_cuda else None
+        device = self.parameters[0].device if self.buffer is None else self.buffer.device
+        devices = [device] if device.type == "cuda" else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.buffer is not None and self.buffer.is_sparse
+
+    def poison(self) -> None:
+        """Fills the gradients with NaN."""
+        if self.buffer is not None:
+            fill_nan(self.buffer)
+        if self.gradients is not None or self.is_sparse:
+            fill_nan_gradients(self.parameters)
 
 
 class Slice:
@@ -47,10 +64,29 @@ class Slice:
         self.received: torch.Tensor | None = None
 
     @property
-    def gradients(self) -> list[torch.Tensor]:
-        """Where the means of this part go."""
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Where the means of this part go, flat."""
         assert self.part is not None
-        return [self.job.buffer[begin : begin + numel] for begin, numel in self.part.spans]
+        if self.job.gradients is None:
+            return [self.job.buffer[begin : begin + numel] for begin, numel in self.part.spans]
+        found = [self.job.gradients[i] for i in self.part.parameter_idx]
+        return [None if gradient is None else flat(gradient) for gradient in found]
+
+    def make_missing(self) -> None:
+        """Makes memory for the means of parameters that only other ranks used, as the flags in the payload tell.
+
+        The one place where this engine waits for a device, and only on a rank whose backward pass did not reach every parameter.
+        """
+        job, part, payload = self.job, self.part, self.payload
+        assert part is not None and payload is not None
+        if job.gradients is None or all(job.is_used[i] for i in part.parameter_idx):
+            return
+        kinds = {segment.codec for segment in part.segments}
+        flag_bytes = CODE_BYTES.get(kinds.pop(), 1) if len(kinds) == 1 else 1
+        flags = payload[: len(part.segments) * flag_bytes].view(-1, flag_bytes).ne(0).any(1).tolist()
+        for i, is_used in zip(part.parameter_idx, flags, strict=True):
+            if is_used and job.gradients[i] is None:
+                job.gradients[i] = empty_gradient(job.parameters[i])
 
     @property
     def sent(self) -> list[torch.Tensor | None]:

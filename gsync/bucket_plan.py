@@ -124,17 +124,21 @@ class Parameters:
         """The place of a parameter in the order of names."""
         return self._entry(param).norm_idx
 
-    def plan(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], step: int) -> BucketPlan:
+    def plan(self, dtype: torch.dtype, numel: int | None, params: Sequence[torch.Tensor], step: int) -> BucketPlan:
         """The plan for a dense bucket, from the cache when the same parameters came before.
+
+        Args:
+            dtype: of the gradients, a real one.
+            numel: of the buffer they lie in; None where they lie anywhere.
 
         Raises:
             ValueError: a parameter that `set` did not get, an unsupported dtype, or a buffer of another length.
         """
         has_started = step >= self._options.start_step
-        key = (buffer.dtype, has_started, *map(id, params))
+        key = (dtype, has_started, *map(id, params))
         plan = self._plans.get(key)
         if plan is None or any(self._table[i].parameter() is None for i in map(id, params)):
-            plan = self._plans[key] = self._make(buffer, params, has_started)
+            plan = self._plans[key] = self._make(dtype, numel, params, has_started)
         plan.last_step = step
         return plan
 
@@ -179,9 +183,11 @@ class Parameters:
             raise ValueError(f"a bucket holds a parameter of shape {tuple(param.shape)} that the model did not have at the start")
         return entry
 
-    def _make(self, buffer: torch.Tensor, params: Sequence[torch.Tensor], has_started: bool) -> BucketPlan:
-        if buffer.dtype not in DTYPE_CODES:
-            raise ValueError(f"gradients are {buffer.dtype}; expected {', '.join(map(str, DTYPE_CODES))}, or complex of them")
+    def _make(
+        self, dtype: torch.dtype, buffer_numel: int | None, params: Sequence[torch.Tensor], has_started: bool
+    ) -> BucketPlan:
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"gradients are {dtype}; expected {', '.join(map(str, DTYPE_CODES))}, or complex of them")
         parts: dict[str, Part] = {}
         end = 0
         for i, param in enumerate(params):
@@ -192,17 +198,17 @@ class Parameters:
             part = parts.setdefault(codec if self._options.one_codec else "", Part())
             part.spans.append((end, numel))
             block_size = entry.block_size if kind in BLOCK_SIZES else 0
-            part.segments.append(Segment(numel, DTYPE_CODES[buffer.dtype], kind, hash64(entry.name), block_size))
+            part.segments.append(Segment(numel, DTYPE_CODES[dtype], kind, hash64(entry.name), block_size))
             part.parameter_idx.append(i)
             part.norm_idx.append(entry.norm_idx)
             part.residuals.append(entry.residual if has_started else None)
             part.codec = codec if part.codec in ("", codec) else "mixed"
             end += numel
-        if end != buffer.numel():
-            raise ValueError(f"a bucket has {buffer.numel()} elements, its parameters {end}")
+        if buffer_numel not in (None, end):
+            raise ValueError(f"a bucket has {buffer_numel} elements, its parameters {end}")
         for part in parts.values():
             numel = sum(numel for _, numel in part.spans)
-            wanted = -(-numel * buffer.element_size() // self._options.slice_bytes)
+            wanted = -(-numel * dtype.itemsize // self._options.slice_bytes)
             num_slices = min(max(wanted, 1), max(1, -(-numel // TILE_ELEMENTS)))
             chunks = self._options.num_chunks
             part.layouts = [BucketLayout(part.segments, chunks, i, num_slices) for i in range(num_slices)]
@@ -212,7 +218,7 @@ class Parameters:
             part.index = torch.tensor(part.norm_idx, device=self._device)
         ordered = sorted(parts.items(), key=lambda item: CODEC_KINDS.get(item[0], 0))
         filled = [part for _, part in ordered if any(numel for _, numel in part.spans)]
-        return BucketPlan(filled, end * buffer.element_size())
+        return BucketPlan(filled, end * dtype.itemsize)
 
     def _add_error_tables(self, part: Part) -> None:
         rank = self._options.rank

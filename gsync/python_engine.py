@@ -26,6 +26,7 @@ from . import backends
 from .bucket_job import Job, Slice, Step
 from .bucket_plan import Parameters, PlanOptions
 from .errors import GsyncError, GsyncWarning, SyncError
+from .gradient_list import fill_nan_gradients
 from .groups import as_sync_error
 from .lanes import Lanes
 from .reference import CODE_DTYPES
@@ -79,7 +80,7 @@ class _Core:
         job, part = current.job, current.part
         current.started = time.perf_counter()
         if part is None:  # sparse, reduced as it is, in its turn; or without elements
-            if job.buffer.is_sparse and self.lanes is not None:
+            if job.is_sparse and self.lanes is not None:
                 if self.scale != 1.0:
                     job.buffer.div_(round(1 / self.scale))  # as stock DDP does it: the same bits
                 size = job.buffer._values().nbytes + job.buffer._indices().nbytes
@@ -114,7 +115,7 @@ class _Core:
             current.collective.wait()
         if part is None:
             self._add("exchange_ms", current)
-            if job.buffer.is_sparse:
+            if job.is_sparse:
                 self._measure([job.buffer.coalesce()._values()], job.norm_idx, step)
         elif self.lanes is None:
             self._measure(current.gradients, part.norm_idx, step)
@@ -129,6 +130,7 @@ class _Core:
                 self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
                 self.lanes.all_gather(current.payload, reduced).wait()
             self._add("exchange_ms", current)
+            current.make_missing()
             is_end = current.slice_idx == len(part.layouts) - 1
             sums = torch.zeros(len(part.spans), dtype=torch.float64, device=self.device) if is_end else None
             self.kernels.unpack(layout, current.payload, current.gradients, part.partials, step.nonfinite, sums)
@@ -167,7 +169,7 @@ class _Core:
         if self.lanes is not None:
             self.lanes.abort()
         for job in jobs:
-            fill_nan(job.buffer)
+            job.poison()
             job.future.set_exception(self.error)  # type: ignore[arg-type]
         with self.changed:
             self.changed.notify_all()
@@ -208,9 +210,11 @@ class _Core:
             found = self.pool[kind, self.slot] = backends.empty_payload(num_bytes, self.device)
         return found[:num_bytes]
 
-    def _measure(self, gradients: Sequence[torch.Tensor], norm_idx: Sequence[int], step: Step) -> None:
+    def _measure(self, gradients: Sequence[torch.Tensor | None], norm_idx: Sequence[int], step: Step) -> None:
         """Σg² and the search for Inf and NaN where nothing was unpacked."""
         for gradient, i in zip(gradients, norm_idx, strict=True):
+            if gradient is None:
+                continue
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             step.nonfinite |= ~real.isfinite().all()
             step.sums[i] = real.double().square().sum()
@@ -301,14 +305,37 @@ class PythonEngine:
         self._loss_scale = (scale, unit)
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        core = self._core
         in_backward = self._queue_end_of_backward()
-        if core.error is not None:  # told at the end of the backward pass, when all its gradients can be marked
+        if self._core.error is not None:  # told at the end of the backward pass, when all its gradients can be marked
             if not in_backward:
                 self.raise_pending()
             failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            failed.set_exception(core.error)  # type: ignore[arg-type]
+            failed.set_exception(self._core.error)  # type: ignore[arg-type]
             return failed
+        return self._take(bucket)
+
+    def hand_over(self, bucket: Any) -> None:
+        """Starts the exchange of a bucket of `GradReducer`, which calls `wait_for_buckets` at the end."""
+        if self._core.error is not None:
+            fill_nan_gradients(bucket.parameters())
+            return
+        self._take(bucket)
+
+    def wait_for_buckets(self) -> None:
+        """Returns when all buckets are done (CUDA: on the current stream), or the engine has failed."""
+        core = self._core
+        with core.changed:
+            started = time.perf_counter()
+            waits = bool(core.jobs)
+            while core.jobs and core.error is None:
+                core.changed.wait()
+            if waits:
+                core.totals["exposed_ms"] += 1e3 * (time.perf_counter() - started)
+        if self._stream is not None:
+            torch.cuda.current_stream(core.device).wait_stream(self._stream)
+
+    def _take(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        core = self._core
         if self._step is None or bucket.index() == 0:
             self._step = Step(self.step, self._seed, len(self._parameters), core.device)
             self._parameters.forget_unused(self._step.number)
@@ -382,7 +409,12 @@ class PythonEngine:
 
     def _make_job(self, bucket: Any, step: Step) -> Job:
         buffer, params = bucket.buffer(), bucket.parameters()
-        plan = None if buffer.is_sparse else self._parameters.plan(buffer, params, step.number)
+        plan = None
+        if buffer is None:
+            dtype = params[0].dtype.to_real() if params[0].is_complex() else params[0].dtype
+            plan = self._parameters.plan(dtype, None, params, step.number)
+        elif not buffer.is_sparse:
+            plan = self._parameters.plan(buffer.dtype, buffer.numel(), params, step.number)
         return Job(bucket, step, plan, [self._parameters.norm_idx(param) for param in params])
 
     def _run_here(self, job: Job) -> None:
@@ -396,7 +428,7 @@ class PythonEngine:
             for current in job.slices:
                 core.start(current)
                 core.finish(current)
-            if self._stream is not None and not job.buffer.is_sparse:
+            if self._stream is not None and job.buffer is not None and not job.is_sparse:
                 job.buffer.record_stream(self._stream)
 
     def _queue_end_of_backward(self) -> bool:
@@ -408,15 +440,8 @@ class PythonEngine:
         return task != -1
 
     def _end_of_backward(self) -> None:
-        core = self._core
-        with core.changed:
-            started = time.perf_counter()
-            waits = bool(core.jobs)
-            while core.jobs and core.error is None:
-                core.changed.wait()
-            if waits:
-                core.totals["exposed_ms"] += 1e3 * (time.perf_counter() - started)
-        if core.error is not None:
+        self.wait_for_buckets()
+        if self._core.error is not None:
             fill_nan_gradients(self._parameters.alive())
             self._on_failure()
         self.raise_pending()
@@ -426,22 +451,6 @@ class PythonEngine:
         if self._core.last is None:
             raise GsyncError("no backward pass has been synchronised yet")
         return self._core.last
-
-
-def fill_nan_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Fills the gradients of `params` with NaN, so that nobody trains on gradients that are not the mean."""
-    for param in params:
-        if param.grad is not None and param.requires_grad:
-            if param.grad.is_sparse and param.grad._nnz() == 0:
-                param.grad = torch.full_like(param.grad, float("nan"), layout=torch.strided).to_sparse()
-            fill_nan(param.grad)
-
-
-def fill_nan(tensor: torch.Tensor) -> None:
-    """Fills a tensor, or the values that a sparse one stores, with NaN."""
-    with torch.no_grad():
-        tensor = tensor._values() if tensor.is_sparse else tensor.detach()
-        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).fill_(float("nan"))
 
 
 def _close(core: _Core, thread: threading.Thread | None) -> None:

@@ -17,9 +17,9 @@ from .checkpoint import Feedback
 from .config import SyncConfig, make_config
 from .engine import Engine, check_device
 from .errors import GsyncError, SyncError
+from .gradient_list import fill_nan_gradients
 from .groups import find_group
 from .model import Model, read_model
-from .python_engine import fill_nan_gradients
 from .surface import Surface
 
 
