@@ -7,4 +7,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   gsync::bind_ops(module);
   gsync::bind_engine(module);
   gsync::bind_ddp_hook(module);
+  gsync::bind_grad_reducer(module);
 }

@@ -15,5 +15,7 @@ void bind_engine(pybind11::module_& module);
 void warn_if_fp16_vanishes(Engine& engine);
 /// After bind_engine: adds submit() to its Engine.
 void bind_ddp_hook(pybind11::module_& module);
+/// After bind_engine.
+void bind_grad_reducer(pybind11::module_& module);
 
 }  // namespace gsync

@@ -94,6 +94,39 @@ class Engine:
     def set_step(self, step: int) -> None: ...
     def set_seed(self, seed: int) -> None: ...
 
+class GradReducer:
+    """Hooks on gradient accumulators that hand buckets to an engine."""
+
+    enabled: bool
+    """False: gradients stay this rank's own."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        prepare: Callable[[], None],
+        learned: Callable[[list[int], list[int]], None],
+    ) -> None:
+        """Hooks every parameter.
+
+        `prepare()` is called when a step begins and there is no engine, or a parameter without a bucket is to be trained;
+        `learned(order, repeated)` after the first step of new buckets.
+        """
+    def set_engine(self, engine: Engine | None) -> None: ...
+    def set_buckets(self, buckets: Sequence[tuple[list[int], bool, bool]], learning: bool) -> None:
+        """Takes the buckets in the order in which they are handed over: parameters, is_sparse, is_late."""
+    def note_backward(self) -> None:
+        """To be called in an outer backward pass: the step ends with that one, not with one nested in it."""
+    def check(self) -> None:
+        """Raises what went wrong."""
+    def unsynchronised(self) -> int:
+        """Index of a parameter with gradients that were accumulated and not synchronised since, or -1."""
+    def unhooked(self) -> int:
+        """Index of a parameter that has lost its hook, or -1."""
+    def wait(self) -> None:
+        """Synchronises what was accumulated since, or takes part with nothing if no backward pass did since the last call."""
+    def close(self) -> None: ...
+
 def register_ddp_hook(reducer: object, provider: Callable[[], Engine | dist.ProcessGroup]) -> None:
     """Registers a hook on a DDP reducer that needs no Python lock.
 

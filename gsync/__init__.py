@@ -6,12 +6,14 @@ from .config import SyncConfig
 from .errors import GsyncError, GsyncWarning, InternalError, SyncError, SyncTimeoutError
 from .hook import hook, register
 from .norm import clip_grad_norm_
+from .reducer import GradReducer
 from .state import SyncState
 from .stats import SyncStats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradReducer",
     "GsyncError",
     "GsyncWarning",
     "InternalError",

@@ -65,11 +65,11 @@ class Meeting:
         store = dist.distributed_c10d._get_process_group_store(group)
         self._store = dist.PrefixStore(f"gsync/{group.group_name}/{engine}", store)
 
-    def store(self, generation: int) -> Any:
-        """Keys of one generation of the engine."""
+    def store(self, generation: int | str) -> Any:
+        """Keys of one generation of the engine, or of a part of it."""
         return dist.PrefixStore(str(generation), self._store)
 
-    def agree(self, description: Mapping[str, Any], generation: int = 0) -> None:
+    def agree(self, description: Mapping[str, Any], generation: int | str = 0) -> None:
         """Returns when every rank has come with the same description.
 
         Costs three keys of the store for each rank and no collective.
@@ -101,17 +101,17 @@ class Meeting:
         if verdict:
             raise ValueError(f"gsync was given different things on different ranks: {verdict}")
 
-    def of_first_rank(self, key: str, number: int, generation: int) -> int:
-        """Returns rank 0's number on every rank: after a failure ranks may have counted differently.
+    def of_first_rank(self, key: str, value: Any, generation: int | str) -> Any:
+        """Returns rank 0's value, plain numbers and lists, on every rank.
 
         Raises:
             SyncTimeoutError, SyncError: rank 0 did not come.
         """
         store = self.store(generation)
         if self.rank == 0:
-            store.set(key, str(number))
-            return number
-        return int(self._wait(store, key, "rank 0"))
+            store.set(key, json.dumps(value))
+            return value
+        return json.loads(self._wait(store, key, "rank 0"))
 
     def private_gloo(self, generation: int, num_lanes: int = 2) -> list[Any]:
         """Returns new Gloo groups of this engine. Collective over the group.
