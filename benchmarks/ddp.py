@@ -42,7 +42,7 @@ def bench(
     vocabulary: Annotated[int | None, _option(_MODEL, "Distinct tokens (transformer).")] = None,
     rival: Annotated[
         list[str] | None,
-        _option(_RIVALS, f"Of {', '.join(DDP_RIVALS)}, gsync; may be repeated. All if left out; stock always takes part."),
+        _option(_RIVALS, f"Of {', '.join(DDP_RIVALS)}, gsync, reducer; may be repeated. All if left out; always with stock."),
     ] = None,
     codec: Annotated[list[str] | None, _option(_GSYNC, "May be repeated; all if left out.")] = None,
     exchange: Annotated[list[str] | None, _option(_GSYNC, "May be repeated; all if left out.")] = None,
@@ -60,7 +60,7 @@ def bench(
     nccl_min_ctas: Annotated[int | None, _option(_GSYNC, "Fewest thread blocks NCCL uses.")] = None,
     nccl_max_ctas: Annotated[int | None, _option(_GSYNC, "Most thread blocks NCCL uses.")] = None,
     timeout_s: Annotated[float, _option(_RUN, "Seconds after which a collective counts as failed; 120 if left out.")] = 120.0,
-    bucket_cap_mb: Annotated[float | None, _option(_DDP, "DDP's bucket size in MiB, for every rival.")] = None,
+    bucket_cap_mb: Annotated[float | None, _option(_DDP, "Bucket size in MiB, of DDP and the reducer, for every rival.")] = None,
     gradient_as_bucket_view: Annotated[bool, _option(_DDP, "DDP's flag, for every rival.")] = False,
     steps: Annotated[
         int | None, _option(_RUN, f"Measured steps of each rival; {DIGITS_STEPS} (digits) or {SYNTHETIC_STEPS} if left out.")

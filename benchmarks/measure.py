@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from . import checks, network, timing
 from .options import Options
 from .progress import Progress
-from .rivals import STOCK, Armed, Rival
+from .reduced import Reduced
+from .rivals import REDUCER, STOCK, Armed, Rival
 from .workloads import Workload, make_workload
 
 NO_SYNC = "no_sync"
@@ -35,7 +36,7 @@ class Contender:
     """One model that takes part. `rival` is None for the one that never synchronises."""
 
     rival: Rival | None
-    model: DistributedDataParallel
+    model: DistributedDataParallel | Reduced
     optimizer: torch.optim.Optimizer
     armed: Armed
     error: float = 0.0
@@ -107,10 +108,13 @@ class Job:
 
     def _model(
         self, rival: Rival | None, group: dist.ProcessGroup | None = None
-    ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    ) -> tuple[DistributedDataParallel | Reduced, torch.optim.Optimizer]:
         torch.manual_seed(self.options.seed)
         module = self.workload.build().to(self.device)
+        optimizer = torch.optim.SGD(module.parameters(), self.workload.learning_rate, self.workload.momentum)
         bucket_cap_mb = self.options.bucket_cap_mb
+        if rival is not None and rival.family == REDUCER:
+            return Reduced(module, group, bucket_cap_mb), optimizer
         if rival is not None and rival.whole_model and self.device.type == "cpu":
             bucket_cap_mb = 1 + sum(parameter.numel() for parameter in module.parameters()) * 4 / _MIB
         model = DistributedDataParallel(
@@ -120,7 +124,6 @@ class Job:
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
         )
-        optimizer = torch.optim.SGD(module.parameters(), self.workload.learning_rate, self.workload.momentum)
         return model, optimizer
 
     # 2. Check

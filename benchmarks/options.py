@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .rivals import DDP_RIVALS, GSYNC, STOCK, Rival, make_rivals
+from .rivals import DDP_RIVALS, GSYNC, REDUCER, STOCK, Rival, make_rivals
 from .workloads import Sizes, full_sizes
 
 DIGITS_STEPS = 200  # enough to see the digits learnt
@@ -20,10 +20,11 @@ class Options:
 
     Attributes:
         model, sizes: see workloads.
-        rivals: names of DDP_RIVALS, or "gsync"; empty for all. Stock DDP, which the others are compared with, is always there.
+        rivals: names of DDP_RIVALS, "gsync" or "reducer"; empty for all. Stock DDP, which the others are compared with, is always
+            there.
         codecs, exchanges: of gsync; every combination is a rival. Empty for all that work together.
         fields: further fields of SyncConfig.
-        bucket_cap_mb: DDP's bucket size in MiB; None for DDP's default.
+        bucket_cap_mb: bucket size in MiB, of DDP and of the reducer; None for their defaults.
         gradient_as_bucket_view: DDP's flag.
         steps: measured steps of each rival; None for the model's default.
         warmup: steps of each rival before that, not measured.
@@ -62,9 +63,9 @@ class Options:
     def __post_init__(self) -> None:
         full_sizes(self.model, self.sizes)
         for name in self.rivals:
-            if name not in (*DDP_RIVALS, GSYNC):
-                raise ValueError(f"--rival {name!r}: expected one of {', '.join((*DDP_RIVALS, GSYNC))}")
-        if self.rivals and GSYNC not in self.rivals and (self.codecs or self.exchanges or self.fields):
+            if name not in (*DDP_RIVALS, GSYNC, REDUCER):
+                raise ValueError(f"--rival {name!r}: expected one of {', '.join((*DDP_RIVALS, GSYNC, REDUCER))}")
+        if self.rivals and not {GSYNC, REDUCER} & {*self.rivals} and (self.codecs or self.exchanges or self.fields):
             given = "codec" if self.codecs else "exchange" if self.exchanges else next(iter(self.fields))
             raise ValueError(f"--{given.replace('_', '-')} acts on gsync only, but no --rival gsync is given")
         for name, least in (("steps", 1), ("warmup", 2), ("threads", 1), ("hosts", 1), ("ranks_per_host", 1), ("seed", 0)):
@@ -89,7 +90,7 @@ class Options:
         Raises:
             ValueError, TypeError: SyncConfig refuses the fields given.
         """
-        names = (STOCK, *self.rivals) if self.rivals else (*DDP_RIVALS, GSYNC)
+        names = (STOCK, *self.rivals) if self.rivals else (*DDP_RIVALS, GSYNC, REDUCER)
         return make_rivals(names, self.codecs, self.exchanges, self.fields)
 
     def to_json(self) -> str:

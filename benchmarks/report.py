@@ -15,7 +15,7 @@ from .options import Options
 from .workloads import full_sizes
 
 WIDTH = 80
-_FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync"}
+_FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync", "reducer": "gsync.GradReducer, without DDP"}
 
 
 def with_circumstances(results: dict[str, Any], options: Options, place: Place) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""The ways to synchronise that are measured against each other, each as a function that arms one DDP model.
+"""The ways to synchronise that are measured against each other, each as a function that arms one model.
 
     ddp     stock                 DDP as it comes: fp32, all_reduce
             stock again           a second, identical model: what it differs by is the noise of the machine
             fp16 hook, bf16 hook  torch's fp16_compress_hook and bf16_compress_hook
             PowerSGD              torch's powerSGD_hook, low-rank
     gsync   CODEC EXCHANGE        gsync.register(model, codec=CODEC, exchange=EXCHANGE)
+    reducer CODEC EXCHANGE        gsync.GradReducer(module, codec=CODEC, exchange=EXCHANGE), without DDP
 
 Every rival also says what its result may differ from the exact mean by, which is checked before anything is timed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 CODECS = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 EXCHANGES = ("all_reduce", "scatter_gather")
 GSYNC = "gsync"
+REDUCER = "reducer"
 STOCK = "stock"
 TWIN = "stock again"
 DDP_RIVALS = (STOCK, TWIN, "fp16 hook", "bf16 hook", "PowerSGD")
@@ -120,9 +123,10 @@ class Rival:
     """One row of the table.
 
     Attributes:
-        family: "ddp" or "gsync".
+        family: "ddp", "gsync" or "reducer".
         name: unique in its family.
-        arm: registers the hook on a DDP model; raises where the rival refuses this model, device or process group.
+        arm: registers the hook on a DDP model, or gives a `Reduced` its reducer; raises where the rival refuses this model,
+            device or process group.
         bound: what its mean may be off by; None where no bound is known (PowerSGD), then only equality of ranks is checked.
         own_group: gets a process group of its own.
         whole_model: gets the whole model as one bucket on Gloo.
@@ -132,7 +136,7 @@ class Rival:
 
     family: str
     name: str
-    arm: Callable[[DistributedDataParallel], Armed]
+    arm: Callable[[Any], Armed]
     bound: Bound | None
     own_group: bool = False
     whole_model: bool = False
@@ -156,25 +160,29 @@ def make_rivals(
     """Return the rivals in the order of the table.
 
     Args:
-        ddp_names: of DDP_RIVALS, and GSYNC.
-        codecs, exchanges: every combination becomes a gsync rival. Empty for all; of these, combinations that SyncConfig refuses
-            are left out.
-        fields: further fields of SyncConfig for all gsync rivals.
+        ddp_names: of DDP_RIVALS, GSYNC and REDUCER.
+        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all (reducer: bf16); of these,
+            combinations that SyncConfig refuses are left out.
+        fields: further fields of SyncConfig for all of these.
 
     Raises:
         ValueError, TypeError: SyncConfig refuses a combination that was asked for, or all with a codec or exchange that was.
     """
     rivals = [_ddp_rival(name) for name in DDP_RIVALS if name in ddp_names]
-    return rivals + (_gsync_rivals(codecs, exchanges, fields) if GSYNC in ddp_names else [])
+    if GSYNC in ddp_names:
+        rivals += _gsync_rivals(codecs, exchanges, fields)
+    if REDUCER in ddp_names:
+        rivals += _gsync_rivals(codecs or ("bf16",), exchanges, fields, REDUCER)
+    return rivals
 
 
-def _gsync_rivals(codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any]) -> list[Rival]:
+def _gsync_rivals(codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any], family: str = GSYNC) -> list[Rival]:
     pairs = [(codec, exchange) for codec in codecs or CODECS for exchange in exchanges or EXCHANGES]
     rivals: dict[tuple[str, str], Rival] = {}
     refusals: dict[tuple[str, str], Exception] = {}
     for pair in pairs:
         try:
-            rivals[pair] = _gsync_rival(*pair, fields)
+            rivals[pair] = _gsync_rival(*pair, fields, family)
         except (ValueError, TypeError) as error:
             refusals[pair] = error
     asked_for = (
@@ -231,13 +239,17 @@ def _arm_powersgd(model: DistributedDataParallel) -> Armed:
     return Armed(wire_bytes)
 
 
-def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any]) -> Rival:
+def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any], family: str) -> Rival:
     import gsync
 
     config = gsync.SyncConfig(codec=codec, exchange=exchange, **fields)  # refuses wrong fields here, before anything starts
 
-    def arm(model: DistributedDataParallel) -> Armed:
-        sync = gsync.register(model, config)
+    def arm(model: Any) -> Armed:
+        sync: Any = None
+        if family == REDUCER:
+            sync = model.reduce(dataclasses.replace(config, bucket_mb=model.bucket_mb))
+        else:
+            sync = gsync.register(model, config)
 
         def wire_bytes() -> float:
             stats = sync.stats()
@@ -245,4 +257,4 @@ def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any]) -> Rival:
 
         return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close)
 
-    return Rival("gsync", f"{codec} {exchange}", arm, gsync_bound(codec, exchange, fields))
+    return Rival(family, f"{codec} {exchange}", arm, gsync_bound(codec, exchange, fields))

@@ -3,6 +3,7 @@
     digits-cnn, digits-mlp   scikit-learn's 1797 images of 8x8 pixels: 1437 to train on, 360 kept for the accuracy
     transformer              next-token prediction over tokens that follow a fixed random rule
     mlp                      `layers` linear layers of `width` x `width`, regression to the output of a fixed random map
+    many                     `layers` parameters of `width` elements, regression: as much bookkeeping and as little else as can be
 
 Every rank draws its own part of the same global batch, by seed and step alone, so that all rivals see the same data.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MODELS = ("digits-cnn", "digits-mlp", "transformer", "mlp")
+MODELS = ("digits-cnn", "digits-mlp", "transformer", "mlp", "many")
 _NUM_TRAIN_DIGITS = 1437
 
 
@@ -72,6 +73,7 @@ _DEFAULTS = {
     "digits-mlp": Sizes(layers=3, width=256, batch=32),
     "transformer": Sizes(layers=4, width=256, batch=8, sequence=64, heads=4, vocabulary=1000),
     "mlp": Sizes(layers=6, width=2048, batch=8),
+    "many": Sizes(layers=1000, width=1024, batch=1),
 }
 
 
@@ -104,7 +106,8 @@ def make_workload(model: str, sizes: Sizes, seed: int) -> Workload:
         ModuleNotFoundError: scikit-learn is missing (digits only); the message says how to install it.
     """
     full = full_sizes(model, sizes)
-    return {"digits-cnn": _digits, "digits-mlp": _digits, "transformer": _transformer, "mlp": _mlp}[model](model, full, seed)
+    makers = {"digits-cnn": _digits, "digits-mlp": _digits, "transformer": _transformer, "mlp": _mlp, "many": _many}
+    return makers[model](model, full, seed)
 
 
 def _digits(model: str, sizes: Sizes, seed: int) -> Workload:
@@ -112,7 +115,7 @@ def _digits(model: str, sizes: Sizes, seed: int) -> Workload:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"--model {model} trains on scikit-learn's digits: pip install scikit-learn, or take --model mlp"
+            f"--model {model} trains on scikit-learn's digits: pip install 'torch-gsync[bench]', or take --model mlp"
         ) from error
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))  # the split is always the same
@@ -179,6 +182,34 @@ def _mlp(model: str, sizes: Sizes, seed: int) -> Workload:
         return functional.mse_loss(outputs, targets, reduction="sum") / batch
 
     return Workload(model, batch, 1e-4, 0.0, build, batch_at, loss)
+
+
+class _Many(nn.Module):
+    """Adds up parameters, each times the input."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(0.01 * torch.randn(numel)) for _ in range(count)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        total = torch.zeros_like(inputs)
+        for part in self.parts:
+            total = torch.addcmul(total, part, inputs)
+        return total
+
+
+def _many(model: str, sizes: Sizes, seed: int) -> Workload:
+    count, numel, batch = _given(sizes.layers), _given(sizes.width), _given(sizes.batch)
+    rule = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    def batch_at(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(world_size, batch, numel, generator=_generator(seed, step))[rank]
+        return inputs, inputs * rule
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs, targets, reduction="sum") / batch
+
+    return Workload(model, batch, 1e-5, 0.0, lambda: _Many(count, numel), batch_at, loss)
 
 
 class _Transformer(nn.Module):

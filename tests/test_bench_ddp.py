@@ -62,6 +62,22 @@ def test_digits_under_torchs_own_hooks(tmp_path: Path) -> None:
         assert rows["bf16 hook"]["wire_bytes"] == 2 * parameters
 
 
+def test_reducer_beside_the_hook_on_many_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    many = ["--model", "many", "--layers", "40", "--width", "33", "--warmup", "2", "--quiet", "--steps", "3"]
+    rivals = ["--rival", "gsync", "--rival", "reducer", "--codec", "bf16", "--codec", "fp32", "--exchange", "scatter_gather"]
+    done = bench(*many, *rivals, "--bucket-cap-mb", "0.01", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "gsync.GradReducer" in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
+    _, *rows = json.loads(path.read_text())["rows"]
+    assert [row["family"] for row in rows] == ["gsync"] * 2 + ["reducer"] * 2
+    for row in rows:
+        assert "wrong" not in row and row["stats"]["steps"] == 3 and row["stats"]["gradient_bytes"] == 3 * 4 * 40 * 33, row
+    for codec in range(2):  # the same bits, so the same training
+        assert rows[codec]["train_loss"] == rows[codec + 2]["train_loss"]
+    assert rows[2]["stats"]["buckets"] == 3  # one of all parameters
+
+
 def test_gsync_under_every_codec_and_exchange(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     done = bench(*SMALL, "--steps", "3", "--ranks-per-host", "3", "--rival", "gsync", "--slice-mb", "1", "--json", str(path))
