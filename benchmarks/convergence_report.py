@@ -93,7 +93,7 @@ def check_picture(path: str) -> None:
     try:
         import matplotlib as _matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"--picture {path}: needs matplotlib: pip install 'torch-gsync[bench]'") from error
+        raise ModuleNotFoundError(f"--picture {path}: needs matplotlib: pip install matplotlib") from error
     if Path(path).suffix not in _SUFFIXES:
         raise ValueError(f"--picture {path}: expected a name that ends in {' or '.join(_SUFFIXES)}")
 

@@ -134,7 +134,7 @@ def print_table(results: dict[str, Any]) -> None:
         ]
         grid.add_row(f" {row['codec']}", *cells)
     out.print(grid)
-    out.print(f"mean, W: of the mean over W ranks; worst: over {', '.join(map(str, sizes))} ranks.")
+    out.print(f"mean, W: of the mean over W ranks; worst: of {len(sizes)} numbers of ranks, {sizes[0]} to {sizes[-1]}.")
     out.print(f"sum: of {SUM_STEPS} means at 2 ranks with error feedback; with residuals: what they still")
     out.print(f"hold added. bias: of the average of {BIAS_DRAWS} stochastic roundings.")
     for row in results["rows"]:

@@ -190,7 +190,7 @@ def _gsync_rivals(codecs: Sequence[str], exchanges: Sequence[str], fields: Mappi
     )
     for group in asked_for or [pairs]:
         if not any(pair in rivals for pair in group):
-            raise refusals[group[0]]
+            raise refusals[group[-1]]  # scatter_gather takes more than all_reduce: what it refuses is the cause
     return list(rivals.values())
 
 

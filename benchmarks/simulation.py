@@ -15,20 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsync import ops
-
-BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
-_EXEMPT_CODEC = "bf16"
+from gsync import SyncConfig, model, ops
 
 
 def codecs_of(module: nn.Module, codec: str) -> dict[str, str]:
     """Return the codec of each parameter that is trained, by name: `codec`, or bf16 where a block codec exempts it by default."""
-    exempt = set()
-    if codec in BLOCK_CODECS:
-        embeddings = (nn.Embedding, nn.EmbeddingBag)
-        looked_up = {id(child.weight) for child in module.modules() if isinstance(child, embeddings)}
-        exempt = {name for name, param in module.named_parameters() if param.dim() < 2 or id(param) in looked_up}
-    return {name: _EXEMPT_CODEC if name in exempt else codec for name, param in module.named_parameters() if param.requires_grad}
+    rows = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return dict(zip((name for name, _ in rows), model.codecs_of(rows, module, SyncConfig(codec=codec)), strict=True))
 
 
 class SimulatedRanks:

@@ -101,6 +101,11 @@ def test_combinations_that_cannot_work_are_left_out_unless_asked_for() -> None:
     assert "bf16 all_reduce" in everything and "bf16 scatter_gather" in everything
     for codec in config.CODECS:
         assert f"{codec} scatter_gather" in everything
+    assert set(names([], ["all_reduce"])) == {f"{codec} all_reduce" for codec in config.PLAIN_CODECS}
+    assert names(["int8"], []) == ["int8 scatter_gather"]
+    assert names([], [], exempt=("*.bias",)) == [f"{codec} scatter_gather" for codec in config.BLOCK_CODECS]
+    with pytest.raises(ValueError, match="libraries cannot sum int8"):
+        names(["bf16", "int8"], ["all_reduce", "scatter_gather"])
     with pytest.raises(ValueError, match="bf17"):
         names(["bf16", "bf17"], [])
     with pytest.raises(ValueError, match="ring"):

@@ -20,7 +20,7 @@ import gsync
 from gsync import _native
 
 STEPS = 4
-TRUE_CASES = [Variant("fp32"), Variant("fp16"), Variant("bf16")]
+TRUE_CASES = [FP32, Variant("fp16"), Variant("bf16", True), Variant("fp8_e4m3", True), Variant("int8"), Variant("int4", True)]
 
 
 def _train_both(rank: int, world_size: int, variants: list[Variant]) -> list[tuple[bool, float]]:
@@ -34,10 +34,8 @@ def _train_both(rank: int, world_size: int, variants: list[Variant]) -> list[tup
         torch.manual_seed(3)
         model = DistributedDataParallel(workload.build())
         first = [parameter.detach().clone() for parameter in model.parameters()]
-        config = {"codec": variant.codec, "exchange": "scatter_gather"}
-        if variant.error_feedback:
-            config["error_feedback"] = True
-        sync = gsync.register(model, gsync.SyncConfig(**config))
+        how = {"exchange": "scatter_gather", "error_feedback": variant.error_feedback}
+        sync = gsync.register(model, codec=variant.codec, **how)
         optimizer = task.optimizer(list(model.parameters()))
         for step_batches in batches:
             inputs, targets = step_batches[rank]
@@ -177,10 +175,10 @@ def test_wrong_flags_are_refused(arguments: list[str], message: str) -> None:
     assert message in outcome.output
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     outcome = run("--quick", "--picture", "curves.svg")
-    assert outcome.exit_code == 2 and "pip install 'torch-gsync[bench]'" in outcome.output
+    assert outcome.exit_code == 2 and "needs matplotlib: pip install matplotlib" in outcome.output
 
 
 def test_the_models_train_in_the_default_run() -> None:

@@ -100,6 +100,19 @@ def test_gsync_under_every_codec_and_exchange(tmp_path: Path) -> None:
     assert rows["fp32 scatter_gather"]["error"] < 2.0**-22
 
 
+def test_error_feedback_and_stochastic_rounding_where_they_can_act(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    flags = ["--error-feedback", "--rounding", "stochastic", "--measure-error"]
+    done = bench(*SMALL, "--steps", "2", "--rival", "gsync", *flags, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(path)
+    assert set(rows) == {"stock"} | {f"{codec} scatter_gather" for codec in config.CODECS if codec != "fp32"}
+    for name, row in rows.items():
+        assert "wrong" not in row and "refused" not in row, row
+        if name != "stock":
+            assert 0 < row["stats"]["relative_error"] < 0.4 and row["stats"]["residual_bytes"] > 0
+
+
 def test_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", BENCH[2]]
     done = bench(*SMALL, *DDP_ONLY, "--steps", "2", command=torchrun)
@@ -118,6 +131,9 @@ def test_under_torchrun() -> None:
         (["--codec", "bf17"], "bf17"),
         (["--exchange", "ring"], "ring"),
         (["--slice-mb", "0"], "slice_mb"),
+        (["--codec", "int8", "--exchange", "all_reduce"], "exchange='all_reduce'"),
+        (["--codec", "fp32", "--error-feedback"], "codec fp32 loses nothing"),
+        (["--exchange", "all_reduce", "--error-feedback"], "exchange='all_reduce'"),
         (["--rival", "horovod"], "--rival 'horovod': expected one of stock"),
         (["--rival", "PowerSGD", "--codec", "bf16"], "--codec acts on gsync only"),
         (["--steps", "0"], "--steps 0: expected at least 1"),

@@ -107,6 +107,28 @@ def test_the_main_job_on_a_slow_network(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+def test_links_carry_the_share_of_bytes_that_codecs_promise(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    chosen = ["--rival", "gsync", *(word for codec in ("bf16", "int8", "int4") for word in ("--codec", codec))]
+    command = [sys.executable, "-m", "gsync.benchmarks.ddp", *SMALL[:-3], *chosen, "--exchange", "scatter_gather", "--quiet",
+               "--hosts", "2", "--steps", "4", "--json", str(path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    # 1 + 4/256 and 0.5 + 2/64 bytes for each 4, and 1,024 of 525,312 elements are exempt, as bf16; then headers, the same share.
+    for name, share in (
+        ("stock", 1.0),
+        ("bf16 scatter_gather", 0.5),
+        ("int8 scatter_gather", 0.255),
+        ("int4 scatter_gather", 0.134),
+    ):
+        assert "wrong" not in rows[name], rows[name]
+        assert rows[name]["link_ratio"] == pytest.approx(share, rel=0.05)
+    assert rows["int8 scatter_gather"]["link_ratio"] <= 0.27
+    assert rows["int4 scatter_gather"]["link_ratio"] <= 0.16
+
+
+@needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_namespaces_go_however_a_run_ends(how: signal.Signals) -> None:
     before = namespaces()
