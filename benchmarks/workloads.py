@@ -115,7 +115,7 @@ def _digits(model: str, sizes: Sizes, seed: int) -> Workload:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"--model {model} trains on scikit-learn's digits: pip install 'torch-gsync[bench]', or take --model mlp"
+            f"--model {model} trains on scikit-learn's digits: pip install scikit-learn, or take --model mlp"
         ) from error
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))  # the split is always the same

@@ -144,6 +144,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     if (given.index == 0 && loss_scale_.defined()) parameters_->follow_loss_scale(loss_scale_, residual_unit_);
     TORCH_CHECK_VALUE(given.device() == options_.device, "bucket ", given.index, " is on ", given.device(), ", the engine on ",
                       options_.device);
+    TORCH_CHECK(!stream_ || !is_capturing(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device)),
+                "the backward pass is being captured into a CUDA graph, which cannot hold gsync's exchange: capture it under "
+                "no_sync(), or not at all");
     if (!given.is_sparse()) job->plan = parameters_->plan(given, job->step);
     job->sums = job->plan ? job->plan : parameters_->sparse_plan(given);
     job->found_nonfinite = &job->host_nonfinite;

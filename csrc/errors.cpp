@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
+#include <cctype>
 #include <string>
 #include <utility>
 
@@ -43,6 +45,24 @@ bool names_a_timeout(const std::string& cause) {
   return false;
 }
 
+// A message of Gloo begins with a place in its source, "[../pair.cc:547] ", and ends with general advice; kept is what happened. The
+// twin of as_sync_error in gsync/groups.py.
+std::string without_advice(std::string message) {
+  const size_t place_end = message.find("] ");
+  if (message.empty() || message.front() != '[' || place_end == std::string::npos ||
+      message.rfind(':', place_end) == std::string::npos)
+    return message;
+  message.erase(0, place_end + 2);
+  message.erase(std::min(message.find('\n'), message.size()));
+  for (size_t end = message.find(". "); end != std::string::npos; end = message.find(". ", end + 1)) {
+    if (end + 2 < message.size() && std::isupper(static_cast<unsigned char>(message[end + 2])) != 0) {
+      message.erase(end);
+      break;
+    }
+  }
+  return message;
+}
+
 }  // namespace
 
 std::exception_ptr make_sync_error(const ErrorPlace& place, const std::string& cause) {
@@ -68,9 +88,9 @@ std::string cause_of(const std::exception_ptr& error) noexcept {
   try {
     std::rethrow_exception(error);
   } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
+    return without_advice(e.what_without_backtrace());
   } catch (const std::exception& e) {
-    return e.what();
+    return without_advice(e.what());
   } catch (...) {
     return "unknown error";
   }

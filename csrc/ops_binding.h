@@ -50,6 +50,8 @@ class DeviceLayout {
 
 /// Whether this build has kernels for devices of that type.
 bool has_kernels(c10::DeviceType type);
+/// Whether work put on `stream` goes into a CUDA graph instead of being done.
+bool is_capturing(c10::Stream stream);
 
 // On a CPU device these run on the calling thread, whose floating-point mode does not matter; `stream` is not looked at.
 // Otherwise they only enqueue on `stream`. Tables of pointers are host memory and may be reused when the call returns;

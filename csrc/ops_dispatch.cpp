@@ -20,6 +20,14 @@ namespace {
 #ifdef GSYNC_WITH_CUDA
 cudaStream_t cuda_stream(c10::Stream stream) { return c10::cuda::CUDAStream(stream).stream(); }
 
+void check_launch(cudaError_t error) {
+  TORCH_CHECK(
+      error != cudaErrorNoKernelImageForDevice,
+      "gsync: this build has no kernels for this GPU; TORCH_CUDA_ARCH_LIST says for which architectures a build makes them "
+      "(`gsync doctor` shows those of this one)");
+  C10_CUDA_CHECK(error);
+}
+
 // What a launch of `layout` on `stream` needs beside its arguments. `encode`: whose residuals follow the addresses in the table.
 cuda::Workspace workspace(const DeviceLayout& layout, const void* const* addresses, int64_t count, c10::Stream stream,
                           const EncodeOptions& encode = {}) {
@@ -47,6 +55,17 @@ bool has_kernels(c10::DeviceType type) {
   if (type == c10::DeviceType::CUDA) return true;
 #endif
   return type == c10::DeviceType::CPU;
+}
+
+bool is_capturing([[maybe_unused]] c10::Stream stream) {
+#ifdef GSYNC_WITH_CUDA
+  if (stream.device_type() == c10::DeviceType::CUDA) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(cuda_stream(stream), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
 }
 
 DeviceLayout::DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device)
@@ -88,7 +107,7 @@ void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* pay
   if (layout.device().is_cuda()) {
     const c10::DeviceGuard guard(layout.device());
     const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream, encode);
-    C10_CUDA_CHECK(cuda::pack(args, space, cuda_stream(stream)));
+    check_launch(cuda::pack(args, space, cuda_stream(stream)));
     return;
   }
 #endif
@@ -103,7 +122,7 @@ void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* pay
   if (layout.device().is_cuda()) {
     const c10::DeviceGuard guard(layout.device());
     const cuda::Workspace space = workspace(layout, reinterpret_cast<const void* const*>(payloads), num_payloads, stream, encode);
-    C10_CUDA_CHECK(cuda::reduce(args, space, cuda_stream(stream)));
+    check_launch(cuda::reduce(args, space, cuda_stream(stream)));
     return;
   }
 #endif
@@ -124,7 +143,7 @@ void unpack(const DeviceLayout& layout, const uint8_t* payload, void* const* gra
   if (layout.device().is_cuda()) {
     const c10::DeviceGuard guard(layout.device());
     const cuda::Workspace space = workspace(layout, gradients, args.layout.num_segments, stream);
-    C10_CUDA_CHECK(cuda::unpack(args, space, cuda_stream(stream)));
+    check_launch(cuda::unpack(args, space, cuda_stream(stream)));
     return;
   }
 #endif

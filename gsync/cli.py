@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-_EXTRA = "pip install 'torch-gsync[bench]'"
+_EXTRA = "pip install --no-build-isolation '.[bench]' in gsync's source folder"
 
 
 def main() -> None:
