@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -65,6 +66,14 @@ Layout in_place_layout(Layout layout, const std::vector<int64_t>& offsets) {
   std::erase_if(layout.tiles, [&](const Tile& tile) { return layout.shares[tile.share].segment < 0; });
   layout.chunk_first_tile = {0, static_cast<int64_t>(layout.tiles.size())};
   return layout;
+}
+
+// Waits for the copy. Undefined on the CPU.
+at::Tensor on_device(const std::vector<int64_t>& values, c10::Device device) {
+  if (device.is_cpu()) return {};
+  at::Tensor copy = at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().dtype(at::kLong).device(device));
+  auto* data = const_cast<int64_t*>(values.data());
+  return copy.copy_(at::from_blob(data, copy.sizes(), at::TensorOptions().dtype(at::kLong)));
 }
 
 }  // namespace
@@ -135,6 +144,7 @@ std::shared_ptr<BucketPlan> Parameters::sparse_plan(const Bucket& bucket) const 
                       parameter.sizes(), " that set_parameters did not get");
     part.norm_idx.push_back(entry->second.norm_idx);
   }
+  part.norm_idx_on_device = on_device(part.norm_idx, device_);
   part.sum_of_squares = at::zeros({static_cast<int64_t>(part.norm_idx.size())}, doubles_on(device_));
   return plan;
 }
@@ -288,6 +298,7 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
       plan->wire_bytes += exchange_.wire_bytes(*layout);
       part.slices.push_back(std::make_unique<DeviceLayout>(std::move(layout), device_));
     }
+    part.norm_idx_on_device = on_device(part.norm_idx, device_);
     if (draft.numel > 0) plan->parts.push_back(std::move(part));
   }
   plan->gradient_bytes = numel * type.bytes;

@@ -48,7 +48,7 @@ struct Part {
   std::vector<std::unique_ptr<DeviceLayout>> slices;
   at::Tensor partials;             // fp64 on the device: sums of squares, one per tile
   at::Tensor sum_of_squares;       // fp64 on the device: one per segment
-  at::Tensor norm_idx_on_device;   // made when first asked for
+  at::Tensor norm_idx_on_device;   // undefined on the CPU
   // As EncodeOptions takes them; empty: none are kept.
   std::vector<float*> sender_residuals;
   std::vector<float*> reducer_residuals;

@@ -38,21 +38,23 @@ void DeviceTables::used_on(c10::Stream stream) {
 }
 
 const void* const* PointerRing::send(const void* const* pointers, int64_t count, c10::Stream stream) {
-  Slot& slot = slots_[next_];
-  next_ = (next_ + 1) % kSlots;
   const c10::StreamGuard guard(stream);
+  if (slots_.empty() || !slots_.front().sent.query()) {
+    slots_.push_back({{}, {}, c10::Event(device_.type())});
+  } else {
+    slots_.push_back(std::move(slots_.front()));
+    slots_.pop_front();
+  }
+  Slot& slot = slots_.back();
   if (!slot.host.defined() || slot.host.numel() < count) {
     // Later work may still read the old device buffer: the allocator keeps it until this stream is past that.
     const int64_t capacity = std::max<int64_t>(count, 4096);
-    if (slot.sent) slot.sent->synchronize();
     slot.host = at::empty({capacity}, at::TensorOptions(at::kLong).pinned_memory(true));
     slot.device = at::empty({capacity}, at::TensorOptions(at::kLong).device(device_));
   }
-  if (slot.sent) slot.sent->synchronize();  // almost always long past
   std::memcpy(slot.host.mutable_data_ptr(), pointers, count * sizeof(void*));
   slot.device.narrow(0, 0, count).copy_(slot.host.narrow(0, 0, count), /*non_blocking=*/true);
-  if (!slot.sent) slot.sent.emplace(device_.type());
-  slot.sent->record(stream);
+  slot.sent.record(stream);
   return static_cast<const void* const*>(slot.device.data_ptr());
 }
 

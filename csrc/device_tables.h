@@ -5,8 +5,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
-#include <array>
 #include <cstdint>
+#include <deque>
 #include <optional>
 
 #include "common/layout.h"
@@ -38,26 +38,24 @@ class DeviceTables {
   int64_t ticket_ = 0;
 };
 
-/// Sends tables of addresses to a device without waiting: a ring of pinned host buffers, each guarded by an event.
-/// The buffers grow to the largest table and stay.
+/// Sends tables of addresses to a device without waiting: a ring of pinned host buffers, each guarded by an event. A buffer that is
+/// still being read is left alone and a new one made, so there are as many as the host runs ahead of the device. They stay.
 class PointerRing {
  public:
   explicit PointerRing(c10::Device device) : device_(device) {}
 
-  /// Copies `count` addresses on `stream`; the result may be used by later work on that stream, until kSlots further calls.
+  /// Copies `count` addresses on `stream`; the result may be used by work that is put on that stream before the next call.
   const void* const* send(const void* const* pointers, int64_t count, c10::Stream stream);
 
  private:
-  static constexpr size_t kSlots = 4;
   struct Slot {
     at::Tensor host;
     at::Tensor device;
-    std::optional<c10::Event> sent;
+    c10::Event sent;  // the host buffer may be written again
   };
 
   c10::Device device_;
-  std::array<Slot, kSlots> slots_;
-  size_t next_ = 0;
+  std::deque<Slot> slots_;  // the one used last is at the back
 };
 
 }  // namespace gsync

@@ -1,7 +1,6 @@
 #include "engine.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -20,6 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kFp16WarningShare = 0.01;
+// How long close() lets a device end what it was given. Beyond it a peer is gone, and a process that leaves must not wait for it.
+constexpr std::chrono::milliseconds kDrainLimit{5000};
 
 at::TensorOptions on(c10::Device device, at::ScalarType dtype) { return at::TensorOptions().dtype(dtype).device(device); }
 
@@ -82,12 +83,14 @@ void Engine::set_up_device() {
   arriving_counters_ = host_memory_for(options_.device, 3, at::kLong);
   step_done_ = std::make_unique<c10::Event>(options_.device.type());
   counters_copied_ = std::make_unique<c10::Event>(options_.device.type());
+  results_read_ = std::make_unique<c10::Event>(options_.device.type());
 
   auto clock = std::make_unique<StreamClock>(*stream_);
   executor_ = std::make_unique<StreamExecutor>(pipeline_, static_cast<ExecutorEvents&>(*this), *clock, *stream_);
   pipeline_.clock = std::move(clock);
-  watchdog_ = std::make_unique<Watchdog>(pipeline_.transport, options_.device, options_.timeout,
-                                         [this](int64_t bucket, const std::string& cause) { fail(bucket, step_.load(), cause); });
+  watchdog_ = std::make_unique<Watchdog>(
+      pipeline_.transport, options_.device, options_.timeout,
+      [this](int64_t bucket, int64_t step, const std::string& cause) { fail(bucket, step < 0 ? step_.load() : step, cause); });
 }
 
 Engine::~Engine() { close(); }
@@ -141,21 +144,26 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
     TORCH_CHECK_VALUE(given.index == next_bucket_, "bucket ", next_bucket_, " was due, bucket ", given.index,
                       " came: the backward before this one did not hand over all its buckets");
     next_bucket_ = given.is_last ? 0 : given.index + 1;
+    if (given.index == 0 && loss_scale_.defined() && stream_) step_done_->block(current_stream());
     if (given.index == 0 && loss_scale_.defined()) parameters_->follow_loss_scale(loss_scale_, residual_unit_);
     TORCH_CHECK_VALUE(given.device() == options_.device, "bucket ", given.index, " is on ", given.device(), ", the engine on ",
                       options_.device);
-    TORCH_CHECK(!stream_ || !is_capturing(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device)),
+    TORCH_CHECK(!stream_ || !is_capturing(current_stream()),
                 "the backward pass is being captured into a CUDA graph, which cannot hold gsync's exchange: capture it under "
                 "no_sync(), or not at all");
     if (!given.is_sparse()) job->plan = parameters_->plan(given, job->step);
     job->sums = job->plan ? job->plan : parameters_->sparse_plan(given);
     job->found_nonfinite = &job->host_nonfinite;
-    if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + job->step % 2;
+    if (stream_) job->found_nonfinite = static_cast<int32_t*>(step_nonfinite_.mutable_data_ptr()) + step_slot_;
     if (given.is_last) parameters_->forget_unused_plans(job->step);
   } catch (...) {
     failed_in(job.get(), std::current_exception());
     give_up({job});
     return future;
+  }
+  if (stream_) {
+    std::lock_guard<std::mutex> results_lock(mutex_);
+    results_read_->block(*stream_);
   }
   executor_->submit(std::move(job));
   return future;
@@ -174,13 +182,13 @@ void Engine::bucket_done(BucketJob& job) {
       ++stats_.steps;
       finished_step_ = job.step;
       if (stream_) {
-        finish_step_on_device(job.step);
+        finish_step_on_device();
       } else {
         finish_step_on_host();
       }
     }
   }
-  if (watchdog_) watchdog_->watch(job.bucket.index, *job.producer, *stream_);
+  if (watchdog_) watchdog_->watch(job.bucket, job.step, *job.producer, *stream_);
   if (job.bucket.is_sparse()) return job.future->markCompleted(std::move(job.result));
   // The storage is named since it cannot be found in a Python object without Python's lock. Gradients that lie anywhere have
   // none in common; any memory of the device will do, as whoever waits then waits for this stream.
@@ -195,24 +203,52 @@ void Engine::failed_in(const BucketJob* job, const std::exception_ptr& cause) {
 void Engine::give_up(const std::vector<std::shared_ptr<BucketJob>>& jobs) {
   if (jobs.empty()) return;
   if (!failed()) fail(jobs.front()->bucket.index, jobs.front()->step, "the engine was closed before the bucket was done");
-  for (const auto& job : jobs) {
-    try {
-      poison(job->bucket);
-    } catch (...) {  // the device is lost: its gradients are out of reach, the error says why
-    }
-  }
+  std::vector<Bucket> buckets;
+  for (const auto& job : jobs) buckets.push_back(job->bucket);
+  spoil(buckets);
   std::exception_ptr error;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(error_mutex_);
     error = error_;
   }
-  for (const auto& job : jobs) job->future->setError(error);
+  for (const auto& job : jobs) job->future->setErrorIfNeeded(error);
+}
+
+void Engine::spoil(const std::vector<Bucket>& buckets) {
+  std::vector<Bucket> all;
+  {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    all.swap(to_spoil_);
+  }
+  all.insert(all.end(), buckets.begin(), buckets.end());
+  if (all.empty()) return;
+  try {
+    if (stream_) {
+      // What was enqueued before the failure may write into the buckets still, and the caller may free them.
+      c10::Event drained(options_.device.type());
+      drained.record(*stream_);
+      drained.block(current_stream());
+    }
+  } catch (...) {  // the device is lost: its gradients are out of reach, the error says why
+  }
+  for (const Bucket& bucket : all) {
+    try {
+      poison(bucket);
+    } catch (...) {  // as above
+    }
+  }
 }
 
 void Engine::fail(int64_t bucket, int64_t step, const std::string& cause) noexcept {
+  std::vector<Bucket> under_way;
+  try {
+    if (watchdog_) under_way = watchdog_->under_way();
+  } catch (...) {  // the device is lost
+  }
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(error_mutex_);
     if (error_) return;
+    to_spoil_ = std::move(under_way);
     error_ = make_sync_error({options_.label, bucket, step, options_.rank, options_.world_size}, cause);
     failed_.store(true);
   }
@@ -242,18 +278,16 @@ void Engine::finish_step_on_host() {
   see_counters(pipeline_.counters);
 }
 
-void Engine::finish_step_on_device(int64_t step) {
+void Engine::finish_step_on_device() {
   // On the engine's stream, which the executor has made current.
   finished_plans_ = std::move(step_plans_);
   step_plans_.clear();
-  counters_.narrow(0, 2, 1).add_(step_nonfinite_.narrow(0, step % 2, 1));
-  step_nonfinite_.narrow(0, (step + 1) % 2, 1).zero_();
+  counters_.narrow(0, 2, 1).add_(step_nonfinite_.narrow(0, step_slot_, 1));
+  step_slot_ = 1 - step_slot_;
+  step_nonfinite_.narrow(0, step_slot_, 1).zero_();
   step_done_->record(*stream_);
+  counters_are_newer_ = true;
   see_arrived_counters();
-  if (counters_copied_->query()) {  // the copy before has arrived, so its memory is free
-    arriving_counters_.copy_(counters_, /*non_blocking=*/true);
-    counters_copied_->record(*stream_);
-  }
 }
 
 void Engine::see_counters(const int64_t* counters) {
@@ -267,16 +301,37 @@ void Engine::see_counters(const int64_t* counters) {
 }
 
 void Engine::see_arrived_counters() {
-  if (counters_copied_->was_marked_for_recording() && counters_copied_->query()) {
+  if (!counters_copied_->query()) return;
+  if (counters_copied_->was_marked_for_recording()) {
     see_counters(static_cast<const int64_t*>(arriving_counters_.const_data_ptr()));
   }
+  if (!counters_are_newer_) return;
+  const c10::StreamGuard guard(*stream_);
+  arriving_counters_.copy_(counters_, /*non_blocking=*/true);  // the copy before has arrived, so its memory is free
+  counters_copied_->record(*stream_);
+  counters_are_newer_ = false;
+}
+
+c10::Stream Engine::current_stream() const {
+  return c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device);
+}
+
+c10::Stream Engine::begin_reading() {
+  const c10::Stream reader = current_stream();
+  step_done_->block(reader);
+  return reader;
+}
+
+void Engine::end_reading(c10::Stream reader) {
+  results_read_->block(reader);  // so that the event stands for those who read before, too
+  results_read_->record(reader);
 }
 
 EngineStats Engine::stats() {
   at::Tensor errors;
-  {
+  if (options_.measure_error) {
     std::lock_guard<std::mutex> lock(submit_mutex_);
-    if (stream_) step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
+    if (stream_) step_done_->block(current_stream());
     errors = parameters_->error_sums();
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -296,9 +351,14 @@ EngineStats Engine::stats() {
 }
 
 void Engine::reset_stats() {
-  {
+  if (options_.measure_error) {
     std::lock_guard<std::mutex> lock(submit_mutex_);
+    if (stream_) step_done_->block(current_stream());
     parameters_->reset_error_sums();
+    if (stream_) {
+      std::lock_guard<std::mutex> results_lock(mutex_);
+      end_reading(current_stream());
+    }
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_) see_arrived_counters();
@@ -312,16 +372,13 @@ at::Tensor Engine::sum_of_squares() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!stream_) return sum_of_squares_.defined() ? sum_of_squares_ : at::zeros({parameters_->size()}, on(at::kCPU, at::kDouble));
   at::Tensor sums = at::zeros({parameters_->size()}, on(options_.device, at::kDouble));
-  step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
+  const c10::Stream reader = begin_reading();
   for (const auto& plan : finished_plans_) {
-    for (Part& part : plan->parts) {
-      if (!part.norm_idx_on_device.defined()) {
-        const auto count = static_cast<int64_t>(part.norm_idx.size());
-        part.norm_idx_on_device = at::from_blob(part.norm_idx.data(), {count}, on(at::kCPU, at::kLong)).to(options_.device);
-      }
+    for (const Part& part : plan->parts) {
       sums.index_copy_(0, part.norm_idx_on_device, part.sum_of_squares);
     }
   }
+  end_reading(reader);
   return sums;
 }
 
@@ -330,14 +387,18 @@ at::Tensor Engine::found_nonfinite() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (finished_step_ < 0) return at::zeros({}, on(options_.device, at::kBool));
   if (!stream_) return found_nonfinite_;
-  step_done_->block(c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device));
-  return step_nonfinite_.select(0, finished_step_ % 2).ne(0);
+  const c10::Stream reader = begin_reading();
+  at::Tensor found = step_nonfinite_.select(0, 1 - step_slot_).ne(0);
+  end_reading(reader);
+  return found;
 }
 
 // ---- the end ----
 
 void Engine::raise_pending() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed()) return;
+  spoil({});
+  std::lock_guard<std::mutex> lock(error_mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -345,13 +406,17 @@ void Engine::abort(const std::string& reason) { fail(-1, step_.load(), reason); 
 
 void Engine::close() noexcept {
   if (closed_.exchange(true)) return;
-  if (stream_ && !failed()) {
-    // Let the device end what it was given; the watchdog fails the engine if it does not.
+  if (stream_) {
+    // Let the device end what it was given: it uses memory of ours. Once the engine has failed it writes NaN.
+    const auto limit = std::min(kDrainLimit, options_.timeout);
+    if (!failed() && !watchdog_->drain(limit)) fail(-1, step_.load(), "the engine was closed while a bucket was under way");
     try {
       c10::Event last(options_.device.type());
       last.record(*stream_);
-      while (!last.query() && !failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    } catch (...) {}
+      const auto deadline = Clock::now() + limit;
+      while (!last.query() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } catch (...) {  // the device is lost
+    }
   }
   if (watchdog_) watchdog_->close();
   executor_->close();

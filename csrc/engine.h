@@ -98,11 +98,13 @@ class Engine final : private ExecutorEvents {
   at::Tensor found_nonfinite();
 
   /// Throws the error that ended this engine, if one did.
+  /// On a device first fills with NaN what was under way when it failed, on the current stream.
   void raise_pending();
   bool failed() const { return failed_.load(); }
   /// Fails the engine for a reason found outside of it, so that the other ranks fail at once too.
   void abort(const std::string& reason);
-  /// Ends threads and transport; what is under way fails. May be called again.
+  /// Ends threads and transport; what is under way fails. On a device what was handed over may still end, for some seconds.
+  /// May be called again.
   void close() noexcept;
   bool closed() const { return closed_.load(); }
   int64_t step() const { return step_.load(); }
@@ -123,9 +125,16 @@ class Engine final : private ExecutorEvents {
   /// The first failure counts.
   void fail(int64_t bucket, int64_t step, const std::string& cause) noexcept;
   void finish_step_on_host();
-  void finish_step_on_device(int64_t step);
+  void finish_step_on_device();
   void see_counters(const int64_t* counters);
+  /// Device: reads the copy that was made last if it is there, and makes a new one if there is something new.
   void see_arrived_counters();
+  c10::Stream current_stream() const;
+  /// Device, after a failure: fills these and what was under way with NaN, on the caller's current stream, after the engine's.
+  void spoil(const std::vector<Bucket>& buckets);
+  /// Device: around work on the caller's current stream that reads the results of the last step.
+  c10::Stream begin_reading();
+  void end_reading(c10::Stream reader);
 
   EngineOptions options_;
   Pipeline pipeline_;
@@ -138,17 +147,22 @@ class Engine final : private ExecutorEvents {
   std::optional<c10::Stream> stream_;
   std::unique_ptr<Watchdog> watchdog_;
   at::Tensor failed_word_;  // int32 [1], host memory that the device reads
-  at::Tensor step_nonfinite_;  // int32 [2] on the device: of even and of odd steps
+  at::Tensor step_nonfinite_;  // int32 [2] on the device: of the step under way and of the last finished one, in turn
+  int step_slot_ = 0;  // which of them is the step under way; guarded by submit_mutex_ and mutex_
   std::unique_ptr<c10::Event> step_done_;  // of the last finished step
   at::Tensor arriving_counters_;  // pinned copy of counters_, valid once counters_copied_ has passed
   std::unique_ptr<c10::Event> counters_copied_;
+  bool counters_are_newer_ = false;  // than the copy that was made last
+  std::unique_ptr<c10::Event> results_read_;  // by work on another stream, which the next step must not overtake
 
   std::mutex submit_mutex_;  // one bucket at a time; guards parameters_ and what follows
   int64_t next_bucket_ = 0;  // the index that is due
   at::Tensor loss_scale_;  // undefined: not followed
   at::Tensor residual_unit_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex error_mutex_;  // apart from mutex_: a device that hangs may keep a call waiting that holds that one
   std::exception_ptr error_;
+  std::vector<Bucket> to_spoil_;  // device: under way when the engine failed
+  std::mutex mutex_;  // guards what follows
   EngineStats stats_;
   std::array<int64_t, 3> known_counters_{};  // as last seen on the host
   std::array<int64_t, 3> counters_at_reset_{};

@@ -55,9 +55,10 @@ void StreamExecutor::submit(std::shared_ptr<BucketJob> job) {
     const c10::DeviceGuard device_guard(stream_.device());
     const c10::Stream producer = c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
     job->producer = producer;
+    // Before what the stream waits for: the end of this span must not pass before its beginning.
+    if (job->bucket.is_last) clock_.begin_on(Phase::kExposed, producer);
     producer_done_.record(producer);
     producer_done_.block(stream_);
-    if (job->bucket.is_last) clock_.begin_on(Phase::kExposed, producer);
     const c10::StreamGuard stream_guard(stream_);
     run_in_order(pipeline_, job, buffers_, stream_);
     if (job->bucket.is_last) clock_.end(Phase::kExposed);

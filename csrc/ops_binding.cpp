@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "kernel_table.h"
 #include "payload_memory.h"
 
 namespace py = pybind11;
@@ -310,6 +311,17 @@ void bind_ops(py::module_& module) {
       py::arg("num_slices") = 1, py::arg("block_sizes") = py::none());
   module.def("hash64", [](const std::string& name) { return hash64(name); });
   module.def("has_kernels", [](const std::string& device_type) { return has_kernels(c10::Device(device_type).type()); });
+  // For extensions that bring a type of device of their own; see kernel_table.h.
+  module.def("kernel_table", [](const std::string& device_type) {
+    const KernelTable* table = kernels_of(c10::Device(device_type).type());
+    TORCH_CHECK_VALUE(table != nullptr, "kernel_table: this build has no kernels for ", device_type);
+    return py::capsule(table, kKernelTableName);
+  });
+  module.def("register_kernels", [](const std::string& device_type, const py::capsule& table) {
+    TORCH_CHECK_VALUE(table.name() != nullptr && std::string(table.name()) == kKernelTableName,
+                      "register_kernels: expected a capsule named ", kKernelTableName);
+    register_kernels(c10::Device(device_type).type(), table.get_pointer<const KernelTable>());
+  });
   module.def("empty_payload", [](int64_t bytes) { return empty_payload(bytes, c10::Device(c10::DeviceType::CPU)); });
   module.def("cpu_levels", [] {
     std::vector<std::string> names;

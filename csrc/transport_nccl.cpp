@@ -145,6 +145,7 @@ std::shared_ptr<Collective> NcclTransport::all_reduce_sparse(const at::Tensor& g
     return out;
   };
   const at::Tensor lengths = gather(at::full({1}, indices.size(1), indices.options())).view(at::kLong).cpu();
+  TORCH_CHECK(!aborted_.load(), "the NCCL communicator was aborted");  // then what came is anything
   const auto* length = static_cast<const int64_t*>(lengths.const_data_ptr());
   const int64_t longest = *std::max_element(length, length + size_);
   const int64_t dims = indices.size(0);

@@ -3,6 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/thread_name.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "errors.h"
@@ -32,9 +33,9 @@ std::unique_ptr<c10::Event> Watchdog::new_event() {
   return event;
 }
 
-void Watchdog::watch(int64_t bucket, const c10::Stream& producer, const c10::Stream& stream) {
+void Watchdog::watch(Bucket bucket, int64_t step, const c10::Stream& producer, const c10::Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Entry entry{bucket, new_event(), new_event()};
+  Entry entry{std::move(bucket), step, new_event(), new_event()};
   entry.ready->record(producer);
   entry.done->record(stream);
   if (entries_.empty()) oldest_since_ = Clock::now();
@@ -54,28 +55,56 @@ void Watchdog::run() {
   c10::setThreadName("gsync_watchdog");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_changed_.wait_for(lock, kInterval, [this] { return closing_; })) {
-    int64_t bucket = -1;
-    const std::string cause = look(bucket);
+    const std::string cause = look();
     if (cause.empty()) continue;
+    const int64_t bucket = entries_.empty() ? -1 : entries_.front().bucket.index;
+    const int64_t step = entries_.empty() ? -1 : entries_.front().step;
     lock.unlock();
-    on_failure_(bucket, cause);
+    on_failure_(bucket, step, cause);
     return;
   }
 }
 
-std::string Watchdog::look(int64_t& bucket) {
+void Watchdog::look_at_entries() {
+  while (!entries_.empty() && entries_.front().done->query()) {
+    free_.push_back(std::move(entries_.front().ready));
+    free_.push_back(std::move(entries_.front().done));
+    entries_.pop_front();
+    oldest_since_ = Clock::now();
+  }
+  if (!entries_.empty() && !entries_.front().ready->query()) oldest_since_ = Clock::now();  // backward has not come that far
+}
+
+std::vector<Bucket> Watchdog::under_way() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  look_at_entries();
+  std::vector<Bucket> buckets;
+  for (const Entry& entry : entries_) buckets.push_back(entry.bucket);
+  return buckets;
+}
+
+bool Watchdog::drain(std::chrono::milliseconds limit) noexcept {
   try {
     const c10::DeviceGuard guard(device_);
-    while (!entries_.empty() && entries_.front().done->query()) {
-      free_.push_back(std::move(entries_.front().ready));
-      free_.push_back(std::move(entries_.front().done));
-      entries_.pop_front();
-      oldest_since_ = Clock::now();
+    const auto since = Clock::now();
+    while (true) {
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        look_at_entries();
+        if (entries_.empty()) return true;
+        if (Clock::now() - std::max(since, oldest_since_) > limit) return false;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (!entries_.empty()) {
-      bucket = entries_.front().bucket;
-      if (!entries_.front().ready->query()) oldest_since_ = Clock::now();  // backward has not come that far
-    }
+  } catch (...) {
+    return false;
+  }
+}
+
+std::string Watchdog::look() {
+  try {
+    const c10::DeviceGuard guard(device_);
+    look_at_entries();
     if (transport_) {
       std::string error = transport_->async_error();
       if (!error.empty()) return error;

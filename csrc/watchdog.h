@@ -15,33 +15,43 @@
 #include <thread>
 #include <vector>
 
+#include "bucket_plan.h"
 #include "transport.h"
 
 namespace gsync {
 
 class Watchdog {
  public:
-  /// Called once, from the watchdog's thread, with the number of the bucket at fault (-1: none is under way) and the cause.
-  using OnFailure = std::function<void(int64_t bucket, const std::string& cause)>;
+  /// Called once, from the watchdog's thread, with the bucket at fault and its step (-1: none is under way) and the cause.
+  using OnFailure = std::function<void(int64_t bucket, int64_t step, const std::string& cause)>;
 
   Watchdog(std::shared_ptr<Transport> transport, c10::Device device, std::chrono::milliseconds timeout, OnFailure on_failure);
   ~Watchdog() { close(); }
 
-  /// Watches what `stream` has been given so far, on behalf of a bucket; its gradients are ready when `producer` is.
-  void watch(int64_t bucket, const c10::Stream& producer, const c10::Stream& stream);
+  /// Watches what `stream` has been given so far, on behalf of a bucket; its gradients are ready when `producer` is. The bucket is
+  /// kept until then, and 100 ms longer at most.
+  void watch(Bucket bucket, int64_t step, const c10::Stream& producer, const c10::Stream& stream);
+  /// The buckets that have not ended.
+  std::vector<Bucket> under_way();
+  /// Waits until all that is watched has ended; false when the oldest bucket, with its gradients ready, has not ended within
+  /// `limit`, or when the device is lost.
+  bool drain(std::chrono::milliseconds limit) noexcept;
   /// Ends the thread. May be called again, not from on_failure.
   void close() noexcept;
 
  private:
   struct Entry {
-    int64_t bucket;
+    Bucket bucket;
+    int64_t step;
     std::unique_ptr<c10::Event> ready;
     std::unique_ptr<c10::Event> done;
   };
   std::unique_ptr<c10::Event> new_event();
   void run();
+  /// Forgets what has ended; sets oldest_since_.
+  void look_at_entries();
   /// The cause of a failure, or empty.
-  std::string look(int64_t& bucket);
+  std::string look();
 
   std::shared_ptr<Transport> transport_;
   c10::Device device_;

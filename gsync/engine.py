@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from . import _native, backends
 from .config import SyncConfig
-from .groups import Meeting, is_gloo
+from .groups import Meeting, as_sync_error, is_gloo
 from .lanes import Lanes
 from .model import Model
 from .python_engine import PythonEngine
@@ -190,9 +190,12 @@ def make_engine(
         and config.transport != "process_group"
         and not (config.transport == "auto" and why_not_nccl(model, group))
     ):
-        transport = native.NcclTransport(
-            meeting.store(generation), rank, world_size, str(device), timeout_s, config.nccl_min_ctas, config.nccl_max_ctas
-        )
+        try:
+            transport = native.NcclTransport(
+                meeting.store(generation), rank, world_size, str(device), timeout_s, config.nccl_min_ctas, config.nccl_max_ctas
+            )
+        except RuntimeError as error:
+            raise as_sync_error(f"gsync: {model.label} on rank {rank} of {world_size}: no NCCL communicator", error) from error
     elif lanes:
         transport = native.C10dTransport(*lanes, rank, world_size, timeout_s, str(device), own_groups)
     arguments = (str(device), world_size, rank, exchange, scale, slice_bytes, timeout_s, config.stream_priority, model.label)

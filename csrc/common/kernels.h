@@ -73,4 +73,14 @@ struct UnpackArgs {
   const int32_t* failed;
 };
 
+/// What a launch on a device needs beside its arguments. The tables in LayoutView are device memory, like payloads and gradients.
+struct Workspace {
+  /// Device copy of the table of addresses: of gradients, in `reduce` of payloads; then of residuals, where there are any. Used when
+  /// it is longer than what goes with a launch by value, and then required. It must stay as it is until the launch has finished.
+  const void* const* addresses = nullptr;
+  /// unpack with `segments`: one word of device memory, zeroed once; every launch leaves it zero. Not to be shared by launches
+  /// that may run at the same time.
+  uint32_t* ticket = nullptr;
+};
+
 }  // namespace gsync

@@ -16,15 +16,7 @@ namespace gsync::cuda {
 /// table has to be in device memory.
 inline constexpr int64_t kMaxAddressesByValue = 4000;
 
-/// What a launch needs beside its arguments. The tables in LayoutView are device memory, like payloads and gradients.
-struct Workspace {
-  /// Device copy of the table of addresses: of gradients, in `reduce` of payloads; then of residuals, where there are any. Used when
-  /// it is longer than kMaxAddressesByValue, and then required. It must stay as it is until the launch has finished.
-  const void* const* addresses = nullptr;
-  /// unpack with `segments`: one word of device memory, zeroed once; every launch leaves it zero. Not to be shared by launches
-  /// that may run at the same time.
-  uint32_t* ticket = nullptr;
-};
+using gsync::Workspace;
 
 /// Writes the payload of the gradients in `args` (formulas in gsync/reference.py).
 ///
