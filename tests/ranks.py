@@ -55,6 +55,7 @@ def run_on_ranks(
     backend: str | None = "gloo",
     args: Sequence[Any] = (),
     group_timeout_s: float = 30.0,
+    pool: str = "",
 ) -> list[Any]:
     """Runs `fn(rank, world_size, *args)` on each rank and returns the values in rank order.
 
@@ -65,11 +66,12 @@ def run_on_ranks(
         backend: backend of the process group made before `fn`, or None for no group.
         args: more arguments for `fn`.
         group_timeout_s: time-out of the process group in seconds.
+        pool: which processes are used again. Calls that change the process for good name a pool of their own.
 
     Raises:
         RanksError: a rank raised, died, or was not done in time.
     """
-    outcomes = _run(_take(world_size), fn, timeout_s, backend, args, group_timeout_s, keep=True)
+    outcomes = _run(_take(world_size, pool), fn, timeout_s, backend, args, group_timeout_s, keep=True)
     if any(outcome.error is not None for outcome in outcomes):
         parts = [f"{fn.__module__}.{fn.__qualname__} failed on {world_size} ranks"]
         for rank, outcome in enumerate(outcomes):
@@ -93,11 +95,12 @@ def watch_ranks(
 
     Never raises for a rank's error. `exit_code` is negative where a signal, or this harness after `timeout_s`, ended the process.
     """
-    return _run([_Worker() for _ in range(world_size)], fn, timeout_s, backend, args, group_timeout_s, keep=False)
+    return _run([_Worker("") for _ in range(world_size)], fn, timeout_s, backend, args, group_timeout_s, keep=False)
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
         self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (lives as long as the worker)
         self.connection, theirs = Pipe()
         self.ready = False
@@ -135,17 +138,16 @@ class _Worker:
         self.log.close()
 
 
-_idle: list[_Worker] = []
+_idle: list[_Worker] = []  # of all pools
 _rendezvous: Any = None  # the TCPStore server of this process
 _calls = 0
 
 
-def _take(count: int) -> list[_Worker]:
+def _take(count: int, pool: str) -> list[_Worker]:
     alive = [worker for worker in _idle if worker.process.poll() is None]
-    _idle.clear()
-    _idle.extend(alive[count:])
-    taken = alive[:count]
-    return taken + [_Worker() for _ in range(count - len(taken))]
+    taken = [worker for worker in alive if worker.pool == pool][:count]
+    _idle[:] = [worker for worker in alive if worker not in taken]
+    return taken + [_Worker(pool) for _ in range(count - len(taken))]
 
 
 @atexit.register
