@@ -71,7 +71,7 @@ struct PlanOptions {
   int64_t slice_bytes = 25 << 20;  // of gradients
   int rank = 0;
   int64_t start_step = 0;  // block codecs, and residuals, are used from this step on; bf16 until then
-  bool measure_error = false;
+  bool measure_error = false;  // whether there are steps that do
 };
 
 /// What the model's parameters are called and how they travel; one entry for each parameter.

@@ -50,7 +50,7 @@ struct EngineOptions {
   int64_t slice_bytes = 25 << 20;       // of gradients
   bool stochastic = false;              // rounding
   int64_t start_step = 0;               // block codecs and residuals are used from this step on; bf16 until then
-  bool measure_error = false;           // sum what encoding loses
+  int64_t measure_every = 0;           // every how many steps what encoding loses is summed; 0: never
   std::chrono::milliseconds timeout{30 * 60 * 1000};
   std::optional<int> stream_priority;   // device only; none: the highest
   std::string label;                    // names the engine in errors

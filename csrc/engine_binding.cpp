@@ -42,7 +42,7 @@ void delete_engine(Engine* engine) {
 std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
                                     const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
                                     std::optional<int> stream_priority, const std::string& label, const std::string& rounding,
-                                    int64_t start_step, bool measure_error) {
+                                    int64_t start_step, int64_t measure_every) {
   TORCH_CHECK_VALUE(rounding == "nearest" || rounding == "stochastic", "Engine: rounding must be nearest or stochastic, got ",
                     rounding);
   EngineOptions options;
@@ -57,7 +57,7 @@ std::shared_ptr<Engine> make_engine(std::shared_ptr<Transport> transport, const 
   options.label = label;
   options.stochastic = rounding == "stochastic";
   options.start_step = start_step;
-  options.measure_error = measure_error;
+  options.measure_every = measure_every;
   return {new Engine(std::move(transport), std::move(options)), &delete_engine};
 }
 
@@ -174,15 +174,15 @@ void bind_engine(py::module_& module) {
       .def(py::init([live](std::shared_ptr<Transport> transport, const std::string& device, int world_size, int rank,
                            const std::string& exchange, double scale, int64_t slice_bytes, double timeout_s,
                            std::optional<int> stream_priority, const std::string& label, const std::string& rounding,
-                           int64_t start_step, bool measure_error) {
+                           int64_t start_step, int64_t measure_every) {
              auto engine = make_engine(std::move(transport), device, world_size, rank, exchange, scale, slice_bytes, timeout_s,
-                                       stream_priority, label, rounding, start_step, measure_error);
+                                       stream_priority, label, rounding, start_step, measure_every);
              live->add(engine);
              return engine;
            }),
            py::arg("transport").none(true), py::arg("device"), py::arg("world_size"), py::arg("rank"), py::arg("exchange"),
            py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
-           py::arg("label") = "", py::arg("rounding") = "nearest", py::arg("start_step") = 0, py::arg("measure_error") = false)
+           py::arg("label") = "", py::arg("rounding") = "nearest", py::arg("start_step") = 0, py::arg("measure_every") = 0)
       .def("set_parameters", &set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"),
            py::arg("block_sizes") = std::vector<int64_t>{}, py::arg("residuals") = std::vector<OptionalPair>{}, no_gil())
       .def("follow_loss_scale", &Engine::follow_loss_scale, py::arg("scale"), py::arg("unit"), no_gil())

@@ -129,7 +129,8 @@ class SliceFlow final : public Flow {
     const auto& residuals = packs ? part_.sender_residuals : part_.reducer_residuals;
     const auto& errors = packs ? part_.pack_errors : part_.reduce_errors;
     if (!residuals.empty()) encode.residuals = residuals.data();
-    if (!errors.empty()) encode.error_sums = static_cast<double*>(errors[slice_].mutable_data_ptr());
+    const bool measures = !errors.empty() && job_->step % pipeline_.measure_every == 0;
+    if (measures) encode.error_sums = static_cast<double*>(errors[slice_].mutable_data_ptr());
     encode.stochastic = pipeline_.stochastic;
     encode.random_key =
         philox_key(job_->seed, static_cast<uint64_t>(job_->step), stage, packs ? static_cast<uint32_t>(pipeline_.rank) : 0);

@@ -46,6 +46,7 @@ struct Pipeline {
   float scale = 1.0f;
   int rank = 0;
   bool stochastic = false;         // rounding
+  int64_t measure_every = 0;       // every how many steps what encoding loses is summed; 0: never
   int64_t* counters = nullptr;     // [2] on the device: non-zero values packed as fp16, and those of them that vanished
   const int32_t* failed = nullptr;  // word the device reads before it writes gradients; null on the CPU
 };

@@ -58,7 +58,7 @@ class Engine:
         label: str = "",
         rounding: str = "nearest",
         start_step: int = 0,
-        measure_error: bool = False,
+        measure_every: int = 0,
     ) -> None: ...
     def set_parameters(
         self,

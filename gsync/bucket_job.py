@@ -95,7 +95,7 @@ class Slice:
         pairs = zip(self.part.parameter_idx, self.gradients, strict=True)
         return [gradient if self.job.is_used[i] else None for i, gradient in pairs]
 
-    def encoding(self, stage: str, rounding: str, rank: int) -> EncodeOptions:
+    def encoding(self, stage: str, rounding: str, rank: int, measures: bool) -> EncodeOptions:
         """How `pack` or `reduce` of this slice encodes."""
         part, step = self.part, self.job.step
         assert part is not None
@@ -104,4 +104,4 @@ class Slice:
         errors = (part.pack_errors, part.reduce_errors)[which]
         sender = rank if stage == "pack" else 0
         key = random_key(step.seed, step.number, stage, sender) if rounding == "stochastic" else None
-        return EncodeOptions(residuals, key, errors[self.slice_idx] if errors else None)
+        return EncodeOptions(residuals, key, errors[self.slice_idx] if errors and measures else None)

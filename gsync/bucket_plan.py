@@ -60,7 +60,7 @@ class PlanOptions:
         slice_bytes: of gradients, at least 1.
         rank: in the group.
         start_step: block codecs, and residuals, are used from this step on; bf16 until then.
-        measure_error: sum what encoding loses.
+        measure_error: whether there are steps that sum what encoding loses.
     """
 
     num_chunks: int

@@ -125,6 +125,10 @@ class Feedback:
             raise ValueError(f"load_state_dict: expected a state_dict of gsync, but {', '.join(missing)} is missing")
         if state["version"] != 1:
             raise ValueError(f"load_state_dict: version {state['version']}, expected 1; it is of a newer gsync")
+        keys = {"error"} if state["consolidated"] else {"sender", "reducer", "first"}
+        for name, entry in state["residuals"].items():
+            if not isinstance(entry, Mapping) or set(entry) != keys:
+                raise ValueError(f"load_state_dict: residuals[{name!r}] should have {', '.join(sorted(keys))}")
         self._loaded = state
 
 

@@ -54,8 +54,8 @@ class SyncConfig:
         exempt_codec: Codec of exempt parameters: ``"fp32"``, ``"fp16"`` or ``"bf16"``. Default ``"bf16"``.
         start_step: First step (count of synchronised backward passes) that uses a block codec, and error feedback; bf16 until
             then. Default 0. Early gradients change fast and are what narrow codecs lose most of.
-        measure_error: Add up what encoding loses, for ``relative_error`` and its kin in ``stats()``. Default False: it costs a
-            second look at each encoded element.
+        measure_every: Every how many steps to add up what encoding loses, for ``relative_error`` and its kin in ``stats()``; 1
+            measures each step. Default 0, none: a step that measures packs for half as long again, on CPUs 3 to 8 ms for 25 MiB.
         bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP. Acts only where gsync makes the buckets: DDP
             makes its own, see its ``bucket_cap_mb``.
         slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's
@@ -86,7 +86,7 @@ class SyncConfig:
     exempt: Sequence[str] | Callable[[str, Any], bool] | None = None
     exempt_codec: str = "bf16"
     start_step: int = 0
-    measure_error: bool = False
+    measure_every: int = 0
     bucket_mb: float | None = None
     slice_mb: float = 25.0
     backend: str = "auto"
@@ -102,7 +102,6 @@ class SyncConfig:
         _check_bool("average", self.average)
         _check_word("rounding", self.rounding, ROUNDINGS, ())
         _check_bool("error_feedback", self.error_feedback)
-        _check_bool("measure_error", self.measure_error)
         self._check_exempt()
         _check_word("exempt_codec", self.exempt_codec, PLAIN_CODECS, ())
         _check_word("backend", self.backend, BACKENDS, ())
@@ -110,6 +109,7 @@ class SyncConfig:
         _check_int("block_size", self.block_size, _MIN_BLOCK, _MAX_BLOCK, optional=True)
         _check_int("seed", self.seed, 0, 2**63 - 1)
         _check_int("start_step", self.start_step, 0, 2**62)
+        _check_int("measure_every", self.measure_every, 0, 2**31 - 1)
         _check_positive("bucket_mb", self.bucket_mb, optional=True)
         _check_positive("slice_mb", self.slice_mb)
         _check_positive("timeout_s", self.timeout_s, optional=True)
@@ -176,9 +176,9 @@ class SyncConfig:
                 "lose; use 'scatter_gather' or 'auto'"
             )
         if not rounds:
-            for name in ("error_feedback", "measure_error"):
+            for name in ("error_feedback", "measure_every"):
                 if getattr(self, name):
-                    raise ValueError(f"{name}=True cannot act: codec fp32 loses nothing; leave it out")
+                    raise ValueError(f"{name}={getattr(self, name)} cannot act: codec fp32 loses nothing; leave it out")
             if self.rounding != "nearest":
                 raise ValueError(f"rounding={self.rounding!r} cannot act: codec fp32 does not round; leave it out")
         if self.seed != 0 and self.rounding == "nearest":

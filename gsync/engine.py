@@ -157,7 +157,7 @@ def make_engine(
     engine, backend = kind
     device, rank, world_size = model.device, group.rank(), group.size()
     exchange = config.exchange_used
-    encoding: dict[str, Any] = {name: getattr(config, name) for name in ("rounding", "start_step", "measure_error")}
+    encoding: dict[str, Any] = {name: getattr(config, name) for name in ("rounding", "start_step", "measure_every")}
     scale = 1.0 / world_size if config.average else 1.0
     slice_bytes = max(1, int(config.slice_mb * 2**20))
     own_groups = device.type == "cpu" and is_gloo(group, device)

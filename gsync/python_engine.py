@@ -49,8 +49,9 @@ class _Core:
         world_size: int,
         label: str,
         rounding: str,
+        measure_every: int,
     ) -> None:
-        self.rounding = rounding
+        self.rounding, self.measure_every = rounding, measure_every
         self.lanes, self.device, self.scale, self.label = lanes, device, scale, label
         self.scatter = exchange == "scatter_gather"
         self.rank, self.world_size = rank, world_size
@@ -94,7 +95,7 @@ class _Core:
         self.slot = (self.slot + 1) % _SLICES_UNDER_WAY
         current.payload = self._buffer("payload", num_bytes)
         counters = job.step.counters if part.codec == "fp16" else None
-        encoding = current.encoding("pack", self.rounding, self.rank)
+        encoding = current.encoding("pack", self.rounding, self.rank, self._measures(job.step))
         self.kernels.pack(layout, current.sent, current.payload, self.scale, counters, encoding)
         self._add("pack_ms", current)
         if self.scatter:
@@ -126,7 +127,7 @@ class _Core:
                 assert current.received is not None
                 chunks = list(current.received.view(self.world_size, -1).unbind())
                 reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
-                encoding = current.encoding("reduce", self.rounding, self.rank)
+                encoding = current.encoding("reduce", self.rounding, self.rank, self._measures(step))
                 self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
                 self.lanes.all_gather(current.payload, reduced).wait()
             self._add("exchange_ms", current)
@@ -203,6 +204,9 @@ class _Core:
                     under_way.clear()
                     self.fail(error, self.place(job.index, job.step.number))
 
+    def _measures(self, step: Step) -> bool:
+        return self.measure_every > 0 and step.number % self.measure_every == 0
+
     def _buffer(self, kind: str, num_bytes: int) -> torch.Tensor:
         """Persistent memory of the slice under way; it grows to the largest slice."""
         found = self.pool.get((kind, self.slot))
@@ -250,7 +254,8 @@ class PythonEngine:
         stream_priority: of the CUDA stream; None: the highest.
         on_failure: called at the end of a backward pass that failed, in the place of what DDP would have done.
         rounding: "nearest" or "stochastic".
-        start_step, measure_error: see `PlanOptions`.
+        start_step: see `PlanOptions`.
+        measure_every: every how many steps what encoding loses is summed; 0: never.
     """
 
     def __init__(
@@ -269,12 +274,12 @@ class PythonEngine:
         on_failure: Callable[[], None] = lambda: None,
         rounding: str = "nearest",
         start_step: int = 0,
-        measure_error: bool = False,
+        measure_every: int = 0,
     ) -> None:
         self._on_failure = on_failure
-        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label, rounding)
+        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label, rounding, measure_every)
         one_codec = exchange == "all_reduce"
-        options = PlanOptions(1 if one_codec else world_size, one_codec, slice_bytes, rank, start_step, measure_error)
+        options = PlanOptions(1 if one_codec else world_size, one_codec, slice_bytes, rank, start_step, measure_every > 0)
         self._parameters = Parameters(device, options)
         self._seed = 0
         self._loss_scale: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -31,9 +31,9 @@ class SyncStats:
         exposed_ms: time that the backward pass waited at its end, in ms.
         overlap_share: share of pack, exchange and unpack that the backward pass did not wait for, 0 to 1.
         relative_error: norm of what encoding this rank's gradients lost over the norm of what was encoded (with error feedback
-            gradient plus residual), over all steps; None without `measure_error`.
+            gradient plus residual), over the steps measured; None without `measure_every`.
         relative_error_of_sums: the same of the sums that this rank encoded; None under all_reduce too.
-        zeroed_share: share of the values encoded that were not zero and became zero, 0 to 1; None without `measure_error`.
+        zeroed_share: share of the values encoded that were not zero and became zero, 0 to 1; None without `measure_every`.
         zeroed_share_of_sums: the same of the sums that this rank encoded.
         nonfinite_steps: steps with Inf or NaN in a synchronised gradient.
         residual_bytes: memory of error feedback held now, in bytes.

@@ -102,7 +102,7 @@ def test_gsync_under_every_codec_and_exchange(tmp_path: Path) -> None:
 
 def test_error_feedback_and_stochastic_rounding_where_they_can_act(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    flags = ["--error-feedback", "--rounding", "stochastic", "--measure-error"]
+    flags = ["--error-feedback", "--rounding", "stochastic", "--measure-every", "1"]
     done = bench(*SMALL, "--steps", "2", "--rival", "gsync", *flags, "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = rows_of(path)

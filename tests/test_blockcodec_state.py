@@ -130,7 +130,13 @@ def _others(rank, world_size, backend):
     # Copies have no residuals, and do not touch those of the original.
     for twin in (copy.deepcopy(sync), pickle.loads(pickle.dumps(sync))):
         assert twin.state_dict()["residuals"] == {} and twin.state_dict()["step"] == 2
-    for wrong, words in (({}, "version, rank"), ({**state, "version": 2}, "version 2, expected 1")):
+    broken = {**state, "residuals": {"0.weight": torch.zeros(3)}}
+    for wrong, words in (
+        ({}, "version, rank"),
+        ({**state, "version": 2}, "version 2, expected 1"),
+        (broken, r"residuals\['0.weight'\] should have first, reducer, sender"),
+        ({**state, "consolidated": True}, "should have error"),
+    ):
         with pytest.raises(ValueError, match=words):
             sync.load_state_dict(wrong)
 

@@ -45,7 +45,7 @@ def _decoded(gradient, codec, world_size, name):
 
 def _measured(rank, world_size, backend):
     for codec in ("int4", "fp8_e5m2", "bf16"):
-        options = {"codec": codec, "exchange": "scatter_gather", "measure_error": True}
+        options = {"codec": codec, "exchange": "scatter_gather", "measure_every": 1}
         patterns = {"*.bias": "bf16", "*": codec}
         model, sync = wrap(mlp(), backend, ddp={"bucket_cap_mb": 0.02}, slice_mb=0.02, **options)
         plain = mlp()
@@ -80,13 +80,19 @@ def _not_measured(rank, world_size, backend):
     for options in ({"codec": "int4", "error_feedback": True}, {"codec": "bf16"}):
         expected, sync = train(rank, backend, range(3), options)
         assert sync.stats().relative_error is None
-        got, measuring = train(rank, backend, range(3), {**options, "measure_error": True})
+        got, measuring = train(rank, backend, range(3), {**options, "measure_every": 2})
         assert_same_bits(got, expected)
         stats = measuring.stats()
         assert 0 < stats.relative_error < 0.2 and stats.to_dict()["relative_error"] == stats.relative_error
         assert (stats.relative_error_of_sums is None) == (options["codec"] == "bf16")
+        # Steps 0 and 2 are measured, 1 is not.
+        measuring.reset_stats()
+        for step in (3, 4):
+            assert measuring.stats().relative_error is None
+            measuring.model(batch(rank, step)).square().sum().backward()
+        assert measuring.stats().relative_error is not None
     # NaN does not count, and does not stay.
-    model, sync = wrap(mlp(), backend, codec="int8", measure_error=True)
+    model, sync = wrap(mlp(), backend, codec="int8", measure_every=1)
     for step in range(2):
         model.zero_grad()
         loss = model(batch(rank, step)).square().sum()

@@ -106,9 +106,10 @@ def _layouts(rank, world_size, backend):
             assert other.state_dict()["residuals"].keys() == state.keys()
             for name, entry in other.state_dict()["residuals"].items():
                 assert_same_bits([entry["sender"], entry["reducer"]], [state[name]["sender"], state[name]["reducer"]])
-        # The same without DDP's rebuild.
-        got, _ = train(rank, backend, range(4), options, {"bucket_cap_mb": 0.02, "find_unused_parameters": True})
-        assert_same_bits(got, expected)
+        # The same without DDP's rebuild, and however else DDP goes about it.
+        for how in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+            got, _ = train(rank, backend, range(4), options, {"bucket_cap_mb": 0.02, how: True})
+            assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -238,6 +239,24 @@ def _unused(rank, world_size, backend):
 
 def test_residuals_of_unused_parameters_stay(engine):
     run_on_ranks(_unused, 2, timeout_s=60, args=(engine,))
+
+
+def _uneven(rank, world_size, backend):
+    """Rank 0 has two batches, rank 1 four: the rank that has joined adds zeros, and what its residuals hold."""
+    model, _ = wrap(Scalars(600), backend, codec="int4", exempt=(), error_feedback=True)
+    sums = torch.zeros(600, dtype=torch.float64)
+    with model.join():
+        for _ in range(2 + 2 * rank):
+            model.zero_grad()
+            model(torch.linspace(0.1, 1.0, 600)).backward()
+            sums += model.module.weight.grad.double()
+    # Four steps: the sum is exact but for the last step's residuals, each within the bound of one encoding.
+    exact = torch.linspace(0.1, 1.0, 600, dtype=torch.float64) * (2 + (1 if rank else 0))
+    assert (sums - exact).abs().max() < 3 * 0.0725
+
+
+def test_a_rank_that_has_joined_sends_its_residuals(engine):
+    run_on_ranks(_uneven, 2, timeout_s=60, args=(engine,))
 
 
 def _alone(rank, world_size, backend):
