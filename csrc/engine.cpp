@@ -330,7 +330,7 @@ void Engine::end_reading(c10::Stream reader) {
 
 EngineStats Engine::stats() {
   at::Tensor errors;
-  if (options_.measure_error) {
+  if (options_.measure_every > 0) {
     std::lock_guard<std::mutex> lock(submit_mutex_);
     if (stream_) step_done_->block(current_stream());
     errors = parameters_->error_sums();
@@ -352,7 +352,7 @@ EngineStats Engine::stats() {
 }
 
 void Engine::reset_stats() {
-  if (options_.measure_error) {
+  if (options_.measure_every > 0) {
     std::lock_guard<std::mutex> lock(submit_mutex_);
     if (stream_) step_done_->block(current_stream());
     parameters_->reset_error_sums();
