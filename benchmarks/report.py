@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ def with_circumstances(results: dict[str, Any], options: Options, place: Place) 
 
 
 def write_json(results: dict[str, Any], path: str) -> None:
-    """Write `results` to `path` as indented JSON; NaN and infinity become null."""
-    Path(path).write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    """Write `results` to `path` as indented JSON, lists of numbers on one line; NaN and infinity become null."""
+    text = json.dumps(_finite(results), indent=1, allow_nan=False)
+    text = re.sub(r'\[[^][{}"]*\]', lambda numbers: " ".join(numbers.group().split()), text)
+    Path(path).write_text(text + "\n")
 
 
 def console() -> Any:

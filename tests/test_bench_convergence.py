@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import gsync
 from gsync import _native
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 STEPS = 4
 TRUE_CASES = [FP32, Variant("fp16"), Variant("bf16", True), Variant("fp8_e4m3", True), Variant("int8"), Variant("int4", True)]
 
@@ -149,6 +150,16 @@ def test_a_quick_run_leaves_a_table_a_file_and_a_picture(tmp_path: Path) -> None
     first = drawing.read_text()
     convergence_report.draw(results, str(drawing))
     assert drawing.read_text() == first
+
+
+def test_the_document_shows_the_results_filed_with_it() -> None:
+    results = json.loads((DOCS / "convergence.json").read_text())
+    page = (DOCS / "convergence.md").read_text()
+    for table in convergence_report.markdown(results).split("\n\n"):
+        assert table.strip() in page
+    assert results["command"] in page and str(results["versions"]["torch"]) in page
+    assert not results["quick"] and results["seeds"] == convergence.SEEDS and not convergence.is_above_limit(results)
+    assert results["steps"] == {name: task.steps for name, task in TASKS.items()}
 
 
 def test_the_number_of_processes_changes_nothing() -> None:
