@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import backends
 from .layout import BLOCK_SIZES, CODEC_KINDS, Segment, hash64, share_of
 from .model import Model
 from .operators import is_dense
@@ -80,5 +81,9 @@ class Residuals:
         kind = CODEC_KINDS[codec]
         segment = Segment(real.numel(), 0, kind, hash64(name), block_size if kind in BLOCK_SIZES else 0)
         first, held = share_of(segment, self.rank, self.world_size)
-        sender, reducer = (torch.zeros(numel, device=self.device) for numel in (real.numel(), held))
+        sender, reducer = (self._zeros(numel) for numel in (real.numel(), held))
         return Residual(sender, reducer, first, shape, tuple(stride))
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        """fp32 [numel] where payloads lie: pack reads and writes residuals as often as gradients."""
+        return backends.empty_payload(4 * numel, self.device).view(torch.float32).zero_()
