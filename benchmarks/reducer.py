@@ -7,8 +7,8 @@
 Time. Backward passes with and without the reducer alternate in one process. The clock, of processor time, stops when the last
 gradient is accumulated: what counts is what the hooks, and the buckets they hand over, add on the way there.
 
-Memory. Each way to synchronise runs in processes of its own. The highest resident memory of steps after the first three is read
-from Linux; the same for a model that is not synchronised is taken off.
+Memory. Each way to synchronise runs in processes of its own. The highest resident memory of steps is read from Linux, and that of
+steps of the same model before it was to be synchronised is taken off.
 """
 
 from __future__ import annotations
@@ -67,28 +67,36 @@ def _many(count: int) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(count)])
 
 
-WAYS = ("none", "ddp", "ddp view", "reducer fp32", "reducer bf16", "reducer int8")
+WAYS = ("ddp", "ddp view", "reducer fp32", "reducer bf16", "reducer int8")
 
 
-def peak_bytes(way: str, steps: int, width: int, layers: int) -> tuple[int, list[int]]:
-    """Return the highest resident memory of this process over the steps, and that at every tenth of them. On every rank."""
+def extra_bytes(way: str, steps: int, width: int, layers: int) -> tuple[int, int]:
+    """Return what synchronising by `way` adds to the highest resident memory, and by how much that grew in the second half."""
+    _arm(nn.Linear(64, 64), way)(torch.randn(4, 64)).sum().backward()  # imports, connections
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-    model: nn.Module = module
+    _peak(module, width, _WARMUP)
+    alone = _peak(module, width, _WARMUP)
+    model = _arm(module, way)
+    _peak(model, width, _WARMUP)
+    halves = [_peak(model, width, steps // 2) for _ in range(2)]
+    return max(halves) - alone, halves[1] - halves[0]
+
+
+def _arm(module: nn.Module, way: str) -> nn.Module:
     if way.startswith("ddp"):
-        model = DistributedDataParallel(module, gradient_as_bucket_view=way.endswith("view"))
-    elif way != "none":
-        gsync.GradReducer(module, codec=way.split()[1])
-    inputs = torch.randn(4, width)
-    seen = []
-    for step in range(_WARMUP + steps):
-        if step == _WARMUP:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        module.zero_grad()
-        model(inputs).square().sum().backward()
-        if step >= _WARMUP and (step - _WARMUP) % max(1, steps // 10) == 0:
-            seen.append(_status("VmRSS"))
-    return _status("VmHWM"), seen
+        return DistributedDataParallel(module, gradient_as_bucket_view=way.endswith("view"))
+    gsync.GradReducer(module, codec=way.split()[1])
+    return module
+
+
+def _peak(model: nn.Module, width: int, steps: int) -> int:
+    """The highest resident memory of this process in so many steps."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(4, width)).square().sum().backward()
+    return _status("VmHWM")
 
 
 def _status(field: str) -> int:
@@ -115,6 +123,7 @@ def in_new_processes(world_size: int, work: Callable[..., Any], *args: Any) -> A
         RuntimeError: a process failed.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # otherwise glibc keeps freed gradients, and resident memory tells nothing
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.SimpleQueue()
@@ -136,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gsync.benchmarks.reducer", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=["all", "hooks", "memory"], default="all")
     parser.add_argument("--steps", type=int, default=50, help="of each way, for memory")
+    parser.add_argument("--way", action="append", choices=WAYS, help="to synchronise, for memory; all if left out")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=6)
     args = parser.parse_args()
@@ -145,12 +155,9 @@ def main() -> None:
     if args.what in ("all", "memory"):
         gradients = 4 * args.layers * args.width * (args.width + 1)
         print(f"memory above model and gradients, of {gradients / 2**20:.0f} MiB of gradients, {args.steps} steps:")
-        base = None
-        for way in WAYS:
-            peak, seen = in_new_processes(2, peak_bytes, way, args.steps, args.width, args.layers)
-            base = peak if base is None else base
-            grown = max(seen) - seen[0]
-            print(f"  {way:14} {(peak - base) / gradients:5.2f} of the gradients' bytes, grown by {grown / 2**20:.1f} MiB")
+        for way in args.way or WAYS:
+            extra, grown = in_new_processes(2, extra_bytes, way, args.steps, args.width, args.layers)
+            print(f"  {way:14} {extra / gradients:5.2f} of the gradients' bytes, grown by {grown / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ class SyncConfig:
             then. Default 0. Early gradients change fast and are what narrow codecs lose most of.
         measure_every: Every how many steps to add up what encoding loses, for ``relative_error`` and its kin in ``stats()``; 1
             measures each step. Default 0, none: a step that measures packs for half as long again, on CPUs 3 to 8 ms for 25 MiB.
-        bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP. Acts only where gsync makes the buckets: DDP
-            makes its own, see its ``bucket_cap_mb``.
+        bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP, or a quarter of a small model. Acts
+            only where gsync makes the buckets: DDP makes its own, see its ``bucket_cap_mb``.
         slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's
             first bucket holds the whole model, and lets encoding overlap with communication inside large buckets.
         backend: Who computes: ``"native"`` (C++ and CUDA), ``"triton"``, ``"reference"`` (plain PyTorch), or ``"auto"``. Default

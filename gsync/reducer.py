@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _native
-from .bucket_order import ReducerBucket, make_buckets, sparse_parameters
+from .bucket_order import FIRST_BUCKET_BYTES, ReducerBucket, make_buckets, sparse_parameters
 from .config import SyncConfig, make_config
 from .errors import GsyncError, SyncError
 from .groups import as_sync_error, find_group
@@ -23,7 +23,8 @@ from .module_watch import ForwardHooks, ModuleWatch, named_parameters
 from .python_reducer import PythonReducer
 from .surface import Surface
 
-_BUCKET_MB = 25.0
+_BUCKET_BYTES = 25 * 2**20
+_LEAST_BUCKETS = 4  # of what is large enough for so many
 _BROADCAST_BYTES = 250 * 2**20
 
 _reduced: Any = WeakTensorKeyDictionary()  # parameter -> its reducer, weakly
@@ -40,7 +41,8 @@ class GradReducer(Surface):
 
     Args:
         module: what is trained; not wrapped in DDP. It may be compiled, before or after.
-        config: a `SyncConfig`; or give its fields as keywords.
+        config: a `SyncConfig`; or give its fields as keywords. `bucket_mb` is 25 by default, less for models that would not fill
+            four such buckets.
         process_group: the group to average over. Default: the default group.
         broadcast_buffers: set the buffers to those of rank 0 before each forward pass in training mode that is synchronised.
         scaler: a GradScaler whose scale residuals follow; with error_feedback only.
@@ -78,7 +80,7 @@ class GradReducer(Surface):
         self._fixed = {
             "buffers": [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()],
             "strides of parameters": [f"{name} {param.stride()}" for name, param in zip(model.names, self._params, strict=True)],
-            "bucket_mb": repr(self._bucket_mb),
+            "bucket_mb": repr(self.config.bucket_mb),
             "broadcast_buffers": broadcast_buffers,
         }
         self._meetings = 0
@@ -93,7 +95,7 @@ class GradReducer(Surface):
         self._hooks = make_hooks(self._params, model.names, *callbacks)
         self._hooks.set_engine(self._engine)
         self._set_buckets(self._initial_order, ())
-        self._watch = ModuleWatch(module)
+        self._watch = ModuleWatch(module, {id(param) for param in self._params})
         self._forward_hooks = ForwardHooks(module, self, self._before_forward, self._note_backward, always=broadcast_buffers)
         for param in self._params:
             _reduced[param] = this
@@ -212,6 +214,9 @@ class GradReducer(Surface):
             if self._meeting is not None:
                 with self._failing():
                     self._meeting.agree(self._trained_now(), f"{self._generation}/trained/{self._meetings}")
+            model, group = self._read()
+            self._feedback.attach(model, group)  # residuals for what is trained from now on
+            self._feedback.hand_to(self._engine, model)
         self._set_buckets(self._initial_order, ())
 
     def _prepare_engine(self) -> None:
@@ -234,7 +239,7 @@ class GradReducer(Surface):
         self._trained |= {idx for idx, param in enumerate(self._params) if param.requires_grad}
         chosen = [idx for idx in order if idx in self._trained]
         self._buckets: list[ReducerBucket] = make_buckets(
-            chosen, self._params, self._sparse, set(late), int(self._bucket_mb * 2**20)
+            chosen, self._params, self._sparse, set(late), self._bucket_bytes(chosen)
         )
         self._hooks.set_buckets(self._buckets, learning)
 
@@ -267,9 +272,12 @@ class GradReducer(Surface):
     def _names(self) -> list[str]:
         return self._read()[0].names
 
-    @property
-    def _bucket_mb(self) -> float:
-        return _BUCKET_MB if self.config.bucket_mb is None else self.config.bucket_mb
+    def _bucket_bytes(self, chosen: list[int]) -> int:
+        """As configured; or 25 MiB, less for small models: two payloads are in flight at a time, whatever there is to be sent."""
+        if self.config.bucket_mb is not None:
+            return int(self.config.bucket_mb * 2**20)
+        total = sum(self._params[idx].nbytes for idx in chosen)
+        return max(FIRST_BUCKET_BYTES, min(_BUCKET_BYTES, total // _LEAST_BUCKETS))
 
     def _kind(self) -> str:
         native = _native.C

@@ -150,6 +150,44 @@ def test_parameters_frozen_and_unfrozen_later(backend):
     run_on_ranks(_frozen_later, 2, args=(backend,))
 
 
+def _residuals_of_unfrozen(rank, world_size, backend):
+    """What a parameter that was unfrozen loses is kept from then on, and sent later."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[0].requires_grad_(False)
+    reducer = gsync.GradReducer(model, codec="int4", error_feedback=True, exempt=(), backend=backend)
+    held = reducer.stats().residual_bytes
+    model[0].requires_grad_(True)
+    total = torch.zeros(4, 4)
+    for _ in range(8):
+        model.zero_grad()
+        model(_x(rank)).square().sum().backward()
+        total += model[0].weight.grad
+    assert reducer.stats().residual_bytes > held > 0
+    assert sorted(reducer.state_dict()["residuals"]) == ["0.weight", "1.weight"]
+    exact = 8 * alone(model, world_size, lambda m, r: m(_x(r)).square().sum())["0.weight"]
+    # Without residuals every step loses the same again: up to 8 times absmax / 14.
+    assert (total - exact).abs().max() <= 2 * exact.abs().max() / 8 / 14 * 1.02
+
+
+def _others(rank, world_size, backend):
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).to("meta").requires_grad_(False)})
+    reducer = gsync.GradReducer(model, backend=backend)
+    model["a"](torch.ones(2)).sum().backward()
+    model["b"].weight.requires_grad_(True)
+    with pytest.raises(gsync.GsyncError, match=r"parameter 'b\.weight' is trained now, but had another device"):
+        reducer.wait()
+
+
+@engines
+def test_a_parameter_that_could_not_be_hooked_raises_once_it_is_trained(backend):
+    run_on_ranks(_others, 1, args=(backend,))
+
+
+@engines
+def test_unfrozen_parameters_get_residuals(backend):
+    run_on_ranks(_residuals_of_unfrozen, 2, args=(backend,))
+
+
 def _all_frozen_but_new(rank, world_size, backend):
     """A head that is the only thing trained after a switch does not go unnoticed."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
