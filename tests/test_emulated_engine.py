@@ -22,7 +22,7 @@ def same_as_on_cpu(rank: int, _: int, world_size: int, exchange: str, dtype: tor
     emulation = emulated.load()
     differences = []
     steps = [[rows(NUMELS, rank, step, dtype) for rank in range(world_size)] for step in range(3)]
-    for codec in ("fp32", "fp16", "bf16"):
+    for codec in ("fp32", "fp16", "bf16", *(("int8",) if exchange == "scatter_gather" else ())):
         if exchange == "all_reduce" and world_size > 2:
             # Gloo adds in another order than NCCL: values whose sum needs no rounding.
             steps = [[[row.sign() * 2.0 for row in rank_rows] for rank_rows in step] for step in steps]
@@ -105,8 +105,8 @@ def test_what_a_bucket_costs(exchange, num_slices):
             # At the end of a step: add the step's flag, clear the next one, copy the counters.
             "operations": 3 * is_last,
             "event_waits": 1,  # for the producer
-            # Two for each of the three phases of a slice; one each of the producer and the future; two of the watchdog. At a step's
-            # end two for the time that backward cannot hide, one for the results, one for the counters.
+            # Two for each of a slice's three phases; the producer, the future, two of the watchdog. At the end of a step two for
+            # the time that backward cannot hide, one for the results, one for the counters.
             "event_records": 6 * num_slices + 4 + 4 * is_last,
             "host_waits": 0,
             "allocations": 0,

@@ -119,6 +119,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return exchange_stream(c10::Stream(c10::Stream::UNSAFE, on, id)).id();
   });
   module.def("set_delay", &set_delay);
+  module.def("hold", &hold);
+  module.def("newest_stream", [](int device) { return newest_stream(static_cast<c10::DeviceIndex>(device)); });
+  module.def("settle", &settle, py::arg("max_ms") = 500, no_gil());
   module.def("synchronize", [](int device) { synchronize(current_stream(static_cast<c10::DeviceIndex>(device))); }, no_gil());
   module.def("leave_out", &leave_out);
   module.def("take_sites", &take_sites);

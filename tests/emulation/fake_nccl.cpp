@@ -68,7 +68,6 @@ std::mutex table_mutex;
 std::map<Comm, std::shared_ptr<Communicator>> communicators;  // a handle is never used twice
 uintptr_t last_handle = 0;
 std::map<int, std::pair<std::string, int>> faults;  // by rank: kind, and how many calls go well before
-std::string unspecific_error;
 
 thread_local int group_depth = 0;
 thread_local std::vector<Piece> group;

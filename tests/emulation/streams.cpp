@@ -43,6 +43,9 @@ Shared& shared() {
   return *instance;
 }
 
+class StreamThread;
+thread_local StreamThread* this_thread = nullptr;  // of the thread of a stream
+
 class StreamThread {
  public:
   StreamThread(int64_t id, c10::DeviceIndex device) : id_(id), device_(device), thread_([this] { run(); }) {}
@@ -54,8 +57,15 @@ class StreamThread {
     tasks_.push_back(std::move(task));
     shared().changed.notify_all();
   }
+  c10::DeviceIndex device() const { return device_; }
   // Under the lock:
   bool is_idle() const { return tasks_.empty() && !is_busy_; }
+  bool is_settled() const {
+    if (is_busy_) return waits_for_ != nullptr && !waits_for_->passed;
+    return tasks_.empty() || is_held_;
+  }
+  void hold(bool is_held) { is_held_ = is_held; }
+  void set_waits_for(const Mark* mark) { waits_for_ = mark; }
   void set_delay(int64_t min_us, int64_t max_us, uint64_t seed) {
     min_us_ = min_us;
     max_us_ = std::max(min_us, max_us);
@@ -65,10 +75,11 @@ class StreamThread {
  private:
   void run() {
     pthread_setname_np(pthread_self(), "emu_stream");
+    this_thread = this;
     Shared& all = shared();
     std::unique_lock<std::mutex> lock(all.mutex);
     while (true) {
-      all.changed.wait(lock, [&] { return all.is_shut_down || !tasks_.empty(); });
+      all.changed.wait(lock, [&] { return all.is_shut_down || (!tasks_.empty() && !is_held_); });
       if (all.is_shut_down) return;
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
@@ -95,6 +106,8 @@ class StreamThread {
   c10::DeviceIndex device_;
   std::deque<Task> tasks_;
   bool is_busy_ = false;
+  bool is_held_ = false;
+  const Mark* waits_for_ = nullptr;  // of the event that a busy stream waits for
   int64_t min_us_ = 0;
   int64_t max_us_ = 0;
   std::mt19937_64 random_;
@@ -195,6 +208,28 @@ void set_delay(int64_t stream, int64_t min_us, int64_t max_us, uint64_t seed) {
   }
 }
 
+void hold(int64_t stream, bool is_held) {
+  StreamThread& thread = streams().at(stream);
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  thread.hold(is_held);
+  shared().changed.notify_all();
+}
+
+int64_t newest_stream(c10::DeviceIndex device) {
+  int64_t id = streams().count() - 1;
+  while (streams().at(id).device() != device) --id;
+  return id;
+}
+
+void settle(int64_t max_ms) {
+  std::vector<StreamThread*> threads;
+  for (int64_t id = 0; id < streams().count(); ++id) threads.push_back(&streams().at(id));
+  std::unique_lock<std::mutex> lock(shared().mutex);
+  shared().changed.wait_for(lock, std::chrono::milliseconds(max_ms), [&] {
+    return std::all_of(threads.begin(), threads.end(), [](const StreamThread* thread) { return thread->is_settled(); });
+  });
+}
+
 void shut_down() {
   {
     std::lock_guard<std::mutex> lock(shared().mutex);
@@ -230,7 +265,10 @@ void block(std::shared_ptr<Mark> mark, c10::Stream stream) {
       stream,
       [mark = std::move(mark)] {
         std::unique_lock<std::mutex> lock(shared().mutex);
+        this_thread->set_waits_for(mark.get());
+        shared().changed.notify_all();
         shared().changed.wait(lock, [&] { return shared().is_shut_down || mark->passed; });
+        this_thread->set_waits_for(nullptr);
       },
       /*is_work=*/false);
 }

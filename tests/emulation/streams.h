@@ -54,6 +54,12 @@ std::string take_error();
 
 /// Every piece of work on `stream` (-1: on every stream) waits first, between `min_us` and `max_us`.
 void set_delay(int64_t stream, int64_t min_us, int64_t max_us, uint64_t seed);
+/// A stream that is held does not begin anything.
+void hold(int64_t stream, bool is_held);
+/// The stream that was made last for a device.
+int64_t newest_stream(c10::DeviceIndex device);
+/// Waits until no stream can go on by itself: each is idle, held, or waits for an event that has not come. At most `max_ms`.
+void settle(int64_t max_ms);
 /// Ends all threads; what has not run is dropped.
 void shut_down();
 bool is_shut_down();
