@@ -140,6 +140,7 @@ EXPORT Result ncclCommInitRankConfig(Comm* handle, int size, UniqueId id, int ra
   close(file);
   if (memory == MAP_FAILED) return kSystemError;
   auto comm = std::make_shared<Communicator>();
+  comm->name = id.internal;
   comm->board = static_cast<Board*>(memory);
   comm->rank = rank;
   comm->size = size;

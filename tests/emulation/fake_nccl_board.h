@@ -33,6 +33,7 @@ struct Board {
 };
 
 struct Communicator {
+  std::string name;  // of the board
   Board* board = nullptr;
   int rank = 0;
   int size = 0;
@@ -45,7 +46,9 @@ struct Communicator {
   std::minstd_rand random;
 
   ~Communicator() {
-    if (board != nullptr) munmap(board, sizeof(Board));
+    if (board == nullptr) return;
+    if (board->attached.load() < size) shm_unlink(name.c_str());  // a rank has not come
+    munmap(board, sizeof(Board));
   }
 };
 
