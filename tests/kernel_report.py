@@ -158,7 +158,7 @@ def _tool(name: str) -> str:
 def _run(command: list[str]) -> str:
     # cuobjdump calls nvdisasm, which lies beside it.
     path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", "")])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "PATH": path})
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr

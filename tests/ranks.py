@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -248,6 +249,8 @@ def _work(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is there now is not looked through after every call
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -277,8 +280,10 @@ def _work(connection: Connection) -> None:
         except BaseException:
             error = traceback.format_exc()
             answer = pickle.dumps((None, error))
-        if call["keep"] and error is None and dist.is_initialized():
-            dist.destroy_process_group()
+        if call["keep"] and error is None:
+            gc.collect()  # models lie in cycles with their engines, whose threads and connections the next calls would pay for
+            if dist.is_initialized():
+                dist.destroy_process_group()
         connection.send_bytes(answer)
         if not call["keep"]:
             return
