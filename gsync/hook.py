@@ -1,6 +1,8 @@
 """The way in for DistributedDataParallel: `register`, or `SyncState` and `hook` where something else registers hooks."""
 
 # No "from __future__ import annotations" here: DDP compares the annotations of its hooks with the classes themselves.
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _native
 from .config import SyncConfig, make_config
 from .engine import choose
+from .errors import GsyncError
 from .state import SyncState
 
 HOOK_NAME = "gsync.hook"
@@ -61,7 +64,7 @@ def register(
     try:
         if choose(config, state.device)[0] == "native":
             ddp._check_comm_hook(hook)
-            _native.require("register").register_ddp_hook(ddp.reducer, state.provide_engine)
+            _native.require("register").register_ddp_hook(ddp.reducer, _provider(weakref.ref(state)))
             ddp._comm_hooks.append((hook, state))
         else:
             ddp.register_comm_hook(state, hook)
@@ -98,6 +101,18 @@ def hook(state: SyncState, bucket: dist.GradBucket) -> torch.futures.Future[torc
     if state.closed:
         return plain_mean(state.group(), bucket)
     return state.engine_for(bucket.parameters()).submit(bucket)
+
+
+def _provider(reference: "weakref.ref[SyncState]") -> Callable[[], Any]:
+    """Gives the native hook its engine. Weakly: a cycle through DDP's reducer in C++ would never be collected."""
+
+    def provide() -> Any:
+        state = reference()
+        if state is None:
+            raise GsyncError("the SyncState of this model is gone: something has emptied the model's _comm_hooks, which keeps it")
+        return state.provide_engine()
+
+    return provide
 
 
 def plain_mean(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

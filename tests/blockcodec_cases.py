@@ -17,6 +17,7 @@ from gsync import ops
 BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 NEAREST = {"rounding": "nearest", "seed": 0}
 STOCHASTIC = {"rounding": "stochastic", "seed": 7}
+latest: list[nn.Module] = []  # trained last: a state holds its model weakly, and is asked for what needs it afterwards
 
 
 class Simulation:
@@ -87,6 +88,7 @@ def train(
 ) -> tuple[list[Tensor], gsync.SyncState]:
     """The gradients of all parameters after each step, of a new model without an optimizer; and its state."""
     model, sync = wrap(mlp(), backend, ddp=ddp or {"bucket_cap_mb": 0.02}, **sync_options)
+    latest[:] = [model]
     if loaded is not None:
         sync.load_state_dict(loaded)
     every = []
@@ -94,5 +96,4 @@ def train(
         model.zero_grad()
         model(batch(rank, step)).square().sum().backward()
         every += [gradient.clone() for gradient in gradients(model)]
-    sync.model = model  # kept as long as the state
     return every, sync
