@@ -20,6 +20,8 @@ KERNELS = tuple(f"{operation}_kernel<{capacity}>" for operation in ("pack", "red
 # Of 65,536 a multiprocessor has: four blocks of 256 threads; three of the kernels that keep a tile and its scales in registers.
 MAX_REGISTERS = {"pack_kernel": 64, "reduce_kernel": 64, "unpack_kernel": 64}
 MAX_REGISTERS |= {"block_pack_kernel": 80, "block_reduce_kernel": 80, "block_unpack_kernel": 64}
+# Bytes of stack, not spills, that ptxas 13.0 sets aside where all addresses are in device memory.
+STACK_BYTES = {("sm_100", "block_pack_kernel<0>"): 16}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,8 @@ def test_block_kernel_fits_its_registers_and_moves_16_bytes(report: dict[str, An
     for capacity in CAPACITIES:
         name = f"block_{operation}_kernel"
         found = report[arch][f"{name}<{capacity}>"]
-        assert found["spill_bytes"] == 0 and found["local_bytes"] == 0, found
+        most = STACK_BYTES.get((arch, f"{name}<{capacity}>"), 0)
+        assert found["spill_bytes"] == 0 and found["local_bytes"] <= most, found
         assert found["registers"] <= MAX_REGISTERS[name], found
         # Gradients in, codes of all ranks in, gradients out: four accesses each at least.
         wide = {"pack": found["loads_16"], "reduce": found["loads_16"], "unpack": found["stores_16"]}
