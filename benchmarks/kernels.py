@@ -3,7 +3,8 @@
 pack, reduce and unpack of one bucket under every backend, against a plain copy of the bucket and against what torch's own hooks
 do with it: `bucket.to(bf16).div_(world_size)` before the exchange, `bucket.copy_(received)` after it. All take turns in shuffled
 order. gsync's are called as its engine calls them, with the bucket's layout and the payload's memory made beforehand; "feedback"
-adds a residual and keeps the new one. Before anything is timed, every backend's bytes are compared with the reference's.
+adds a residual and keeps the new one, "measured" adds up what encoding loses. Before anything is timed, every backend's bytes are
+compared with the reference's.
 """
 
 from __future__ import annotations
@@ -111,12 +112,13 @@ def _gsync_cases(bucket: Bucket, codec: str, backend: str, size: float, explicit
         if explicit:
             raise
         reason = " ".join(str(error).split())
-        names = ("pack", "pack, feedback", "reduce", "unpack")
+        names = ("pack", "pack, feedback", "pack, measured", "reduce", "unpack")
         return [Case(family, f"{name} {backend}", 0.0, lambda idx: None, refused=reason) for name in names]
     wire, chunk, world_size = encoded.payloads[0].numel(), encoded.chunk.numel(), bucket.world_size
     cases = [
         Case(family, f"pack {backend}", size + wire, encoded.pack, f"{stock} to().div_()" if stock else ""),
         Case(family, f"pack, feedback {backend}", 3 * size + wire, encoded.pack_with_feedback),
+        Case(family, f"pack, measured {backend}", size + wire, encoded.pack_measured),
         Case(family, f"reduce {backend}", chunk * (world_size + 1), encoded.reduce),
         Case(family, f"unpack {backend}", size + wire, encoded.unpack, f"{stock} copy_" if stock else ""),
     ]
@@ -142,6 +144,8 @@ class Encoded:
         self._options = encoding.EncodeOptions(
             list(backends.empty_payload(4 * bucket.numel, device).view(torch.float32).zero_().split(bucket.sizes))
         )
+        error_sums = torch.zeros(self._whole.python.num_tiles, len(encoding.ERROR_SUMS), dtype=torch.float64, device=device)
+        self._measuring = encoding.EncodeOptions(error_sums=error_sums)
         num_bytes = int(self._whole.sizes.payload_bytes)
         self.payloads = [backends.empty_payload(num_bytes, device) for _ in bucket.gradients]
         self.carried = backends.empty_payload(num_bytes, device)
@@ -159,6 +163,9 @@ class Encoded:
     def pack_with_feedback(self, idx: int) -> None:
         self._kernels.pack(self._whole, self._gradients[idx], self.carried, self._scale, None, self._options)
 
+    def pack_measured(self, idx: int) -> None:
+        self._kernels.pack(self._whole, self._gradients[idx], self.payloads[idx], self._scale, None, self._measuring)
+
     def reduce(self, idx: int) -> None:
         self._kernels.reduce(self._chunked, 0, self._received, self.chunk, self._scale)
 
@@ -171,10 +178,12 @@ class Encoded:
             self.pack(idx)
         self.pack_with_feedback(0)
         self.pack_with_feedback(0)
+        plain = self.payloads[0].clone()
+        self.pack_measured(0)
         self.reduce(0)
         self.unpack(0)
         values = torch.cat([part.reshape(-1) for part in self._unpacked])
-        return [self.payloads[0].clone(), self.carried.clone(), self.chunk.clone(), values.view(torch.uint8)]
+        return [plain, self.carried.clone(), self.payloads[0].clone(), self.chunk.clone(), values.view(torch.uint8)]
 
 
 def measure(cases: list[Case], copies: int, repeats: int, device: torch.device, progress: Progress) -> None:

@@ -16,7 +16,7 @@ from .options import Options
 from .workloads import full_sizes
 
 WIDTH = 80
-_FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync", "reducer": "gsync.GradReducer, without DDP"}
+_FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync", "reducer": "gsync.GradReducer"}
 
 
 def with_circumstances(results: dict[str, Any], options: Options, place: Place) -> dict[str, Any]:

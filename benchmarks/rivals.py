@@ -161,8 +161,8 @@ def make_rivals(
 
     Args:
         ddp_names: of DDP_RIVALS, GSYNC and REDUCER.
-        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all (reducer: bf16); of these,
-            combinations that SyncConfig refuses are left out.
+        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all; of these, combinations that
+            SyncConfig refuses are left out. One codec is enough to show the reducer: bf16, or the first that takes `fields`.
         fields: further fields of SyncConfig for all of these.
 
     Raises:
@@ -172,7 +172,12 @@ def make_rivals(
     if GSYNC in ddp_names:
         rivals += _gsync_rivals(codecs, exchanges, fields)
     if REDUCER in ddp_names:
-        rivals += _gsync_rivals(codecs or ("bf16",), exchanges, fields, REDUCER)
+        reducers = _gsync_rivals(codecs, exchanges, fields, REDUCER)
+        if not codecs:
+            names = [rival.name.split()[0] for rival in reducers]
+            only = "bf16" if "bf16" in names else names[0]
+            reducers = [rival for rival, name in zip(reducers, names, strict=True) if name == only]
+        rivals += reducers
     return rivals
 
 

@@ -97,6 +97,9 @@ def test_combinations_that_cannot_work_are_left_out_unless_asked_for() -> None:
     def names(codecs: list[str], exchanges: list[str], **fields: Any) -> list[str]:
         return [rival.name for rival in rivals.make_rivals([rivals.GSYNC], codecs, exchanges, fields)]
 
+    def reducers(**fields: Any) -> list[str]:
+        return [rival.name for rival in rivals.make_rivals([rivals.REDUCER], [], [], fields)]
+
     everything = names([], [])
     assert "bf16 all_reduce" in everything and "bf16 scatter_gather" in everything
     for codec in config.CODECS:
@@ -104,6 +107,8 @@ def test_combinations_that_cannot_work_are_left_out_unless_asked_for() -> None:
     assert set(names([], ["all_reduce"])) == {f"{codec} all_reduce" for codec in config.PLAIN_CODECS}
     assert names(["int8"], []) == ["int8 scatter_gather"]
     assert names([], [], exempt=("*.bias",)) == [f"{codec} scatter_gather" for codec in config.BLOCK_CODECS]
+    assert reducers() == ["bf16 all_reduce", "bf16 scatter_gather"]
+    assert reducers(block_size=512) == ["fp8_e4m3 scatter_gather"]
     with pytest.raises(ValueError, match="libraries cannot sum int8"):
         names(["bf16", "int8"], ["all_reduce", "scatter_gather"])
     with pytest.raises(ValueError, match="bf17"):
