@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <exception>
@@ -23,6 +24,12 @@ at::Tensor empty_sparse(const at::Tensor& parameter) {
   rows.insert(rows.end(), parameter.sizes().begin() + 1, parameter.sizes().end());
   return at::_sparse_coo_tensor_unsafe(at::empty({1, 0}, options.dtype(at::kLong)), at::empty(rows, options), parameter.sizes(),
                                        options.layout(at::kSparse), /*is_coalesced=*/true);
+}
+
+// Whether the tensor is a view, as the transposed product is that makes a weight's gradient, of one that nobody else refers to.
+bool is_view_of_its_own(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(tensor);
+  return meta != nullptr && meta->has_bw_view() && meta->get_backward_view().base_.use_count() == 1;
 }
 
 at::Tensor& grad_of(const at::Tensor& parameter) { return parameter.mutable_grad(); }
@@ -175,10 +182,10 @@ void GradReducer::own_memory(int64_t idx, const at::Tensor& incoming) {
          "' was gone right after it came: a hook on the parameter has taken it away before it could be synchronised");
   }
   // Autograd may have given the parameter memory that other nodes of this backward pass are still to read, such as a view of a
-  // larger gradient. It is shared when more than the incoming tensor and .grad refer to it.
+  // larger gradient. It is shared when more than the incoming tensor, what that is a view of, and .grad refer to it.
   if (!incoming.defined() || !incoming.has_storage() || !gradient.has_storage()) return;
   if (incoming.storage().unsafeGetStorageImpl() != gradient.storage().unsafeGetStorageImpl()) return;
-  if (gradient.storage().use_count() <= 2) return;
+  if (gradient.storage().use_count() <= (is_view_of_its_own(incoming) ? 3 : 2)) return;
   const c10::AutoGradMode no_grad(false);
   at::Tensor own = empty_gradient(parameters_[idx]);
   own.copy_(gradient);

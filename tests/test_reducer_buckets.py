@@ -111,3 +111,26 @@ def _memory(rank, world_size, backend):
 @pytest.mark.parametrize("backend", [engine for engine in each_engine() if engine.values[0] == "native"])
 def test_memory_is_wire_buffers_only(backend):
     run_on_ranks(_memory, 2, args=(backend,))
+
+
+def _copies(model, x):
+    """How many tensors a backward pass copies."""
+    loss = model(x).square().sum()
+    with torch.autograd.profiler.profile() as profile:
+        loss.backward()
+    return sum(event.name in ("aten::copy_", "aten::clone") for event in profile.function_events)
+
+
+def _packed_in_place(rank, world_size):
+    model, plain = mlp(), mlp()
+    gsync.GradReducer(model, codec="bf16", backend="native")
+    x = batch(rank, 0)
+    for _ in range(3):
+        for module in (model, plain):
+            module.zero_grad()
+        assert _copies(model, x) == _copies(plain, x)
+
+
+def test_gradients_are_packed_from_where_autograd_left_them():
+    """Those of linear layers are views (of a transposed product, of a sum), whose memory nobody else reads."""
+    run_on_ranks(_packed_in_place, 2)
