@@ -86,9 +86,8 @@ void Engine::set_up_device() {
   counters_copied_ = std::make_unique<c10::Event>(options_.device.type());
   results_read_ = std::make_unique<c10::Event>(options_.device.type());
 
-  auto clock = std::make_unique<StreamClock>(*stream_);
-  executor_ = std::make_unique<StreamExecutor>(pipeline_, static_cast<ExecutorEvents&>(*this), *clock, *stream_);
-  pipeline_.clock = std::move(clock);
+  pipeline_.clock = std::make_unique<StreamClock>(*stream_);
+  executor_ = std::make_unique<StreamExecutor>(pipeline_, static_cast<ExecutorEvents&>(*this), *stream_);
   watchdog_ = std::make_unique<Watchdog>(
       pipeline_.transport, options_.device, options_.timeout,
       [this](int64_t bucket, int64_t step, const std::string& cause) { fail(bucket, step < 0 ? step_.load() : step, cause); });
@@ -129,6 +128,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
   const auto devices = options_.device.is_cpu() ? std::vector<c10::Device>{} : std::vector<c10::Device>{options_.device};
   job->future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
   job->bucket = std::move(bucket);
+  if (!stream_ && at::hasThreadLocalCallbacks()) job->profiled.emplace();
   job->step = step_.load();
   job->seed = seed_.load();
   for (const at::Tensor& parameter : job->bucket.parameters) job->is_used.push_back(parameter.grad().defined());
@@ -175,8 +175,15 @@ void Engine::bucket_done(BucketJob& job) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.buckets;
     const int64_t dense_bytes = job.plan ? job.plan->gradient_bytes : sparse_bytes(job.bucket.buffer);
+    const int64_t wire_bytes = job.plan ? job.plan->wire_bytes : dense_bytes * (options_.world_size - 1);
     stats_.gradient_bytes += dense_bytes;
-    stats_.wire_bytes += job.plan ? job.plan->wire_bytes : dense_bytes * (options_.world_size - 1);
+    stats_.wire_bytes += wire_bytes;
+    const auto number = static_cast<size_t>(job.bucket.index);
+    if (stats_.by_bucket.size() <= number) stats_.by_bucket.resize(number + 1);
+    BucketTotals& totals = stats_.by_bucket[number];
+    ++totals.times;
+    totals.gradient_bytes += dense_bytes;
+    totals.wire_bytes += wire_bytes;
     step_plans_.push_back(job.sums);
     step_found_nonfinite_ = step_found_nonfinite_ || job.host_nonfinite != 0;
     if (job.bucket.is_last) {
@@ -347,7 +354,7 @@ EngineStats Engine::stats() {
   stats.packed_vanished = known_counters_[1] - counters_at_reset_[1];
   stats.nonfinite_steps = known_counters_[2] - counters_at_reset_[2];
   stats.buffer_bytes = executor_->buffer_bytes();
-  stats.ms = pipeline_.clock->totals();
+  stats.clock = pipeline_.clock->report();
   return stats;
 }
 
@@ -363,9 +370,25 @@ void Engine::reset_stats() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_) see_arrived_counters();
+  const size_t num_buckets = stats_.by_bucket.size();
   stats_ = {};
+  stats_.by_bucket.resize(num_buckets);
   counters_at_reset_ = known_counters_;
   pipeline_.clock->reset();
+}
+
+void Engine::start_trace(int64_t capacity) {
+  TORCH_CHECK_VALUE(capacity > 0, "Engine.start_trace: capacity must be positive, got ", capacity);
+  const c10::DeviceGuard guard(options_.device);
+  pipeline_.clock->start_trace(static_cast<size_t>(capacity));
+}
+
+Trace Engine::take_trace() {
+  const auto deadline = Clock::now() + options_.timeout;
+  while (!failed() && !pipeline_.clock->drained() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return pipeline_.clock->take_trace();
 }
 
 at::Tensor Engine::sum_of_squares() {

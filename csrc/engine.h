@@ -56,6 +56,12 @@ struct EngineOptions {
   std::string label;                    // names the engine in errors
 };
 
+struct BucketTotals {
+  int64_t times = 0;
+  int64_t gradient_bytes = 0;
+  int64_t wire_bytes = 0;
+};
+
 /// Totals since the last reset.
 struct EngineStats {
   int64_t steps = 0;
@@ -67,7 +73,8 @@ struct EngineStats {
   int64_t packed_vanished = 0;  // those of them that became zero
   int64_t buffer_bytes = 0;     // payload buffers held now
   std::vector<double> error_sums;  // [2 * kErrorSums]: of pack, of reduce; empty: not measured
-  PhaseClock::Totals ms{};
+  std::vector<BucketTotals> by_bucket;  // by index
+  ClockReport clock;
 };
 
 class Engine final : private ExecutorEvents {
@@ -92,6 +99,10 @@ class Engine final : private ExecutorEvents {
   /// Waits for the device where errors are measured.
   EngineStats stats();
   void reset_stats();
+  /// Keeps when each slice is packed, exchanged and unpacked, from now on, for up to `capacity` spans. Waits for the device.
+  void start_trace(int64_t capacity);
+  /// Ends that and returns what there is; waits for the device, no longer than the time-out.
+  Trace take_trace();
   /// fp64 [number of parameters], in the order of names, of the last finished step; zeros before. Never waits for a device.
   at::Tensor sum_of_squares();
   /// 0-d bool, of the last finished step. Never waits for a device.

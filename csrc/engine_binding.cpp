@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -97,6 +98,29 @@ void set_parameters(Engine& engine, std::vector<at::Tensor> parameters, std::vec
   engine.set_parameters(table);
 }
 
+void add_times(py::dict& result, const PhaseTimes& ms) {
+  result["pack_ms"] = ms[static_cast<size_t>(Phase::kPack)];
+  result["exchange_ms"] = ms[static_cast<size_t>(Phase::kExchange)];
+  result["unpack_ms"] = ms[static_cast<size_t>(Phase::kUnpack)];
+  result["bucket_ms"] = ms[static_cast<size_t>(Phase::kBucket)];
+}
+
+// As gsync/spans.py has them: (phase, step, bucket, slice, begin, end), times in s; and the number that found no room.
+std::pair<py::list, int64_t> take_trace(Engine& engine) {
+  Trace trace;
+  {
+    const py::gil_scoped_release no_gil;
+    trace = engine.take_trace();
+  }
+  constexpr std::array<const char*, kNumPhases> kNames{"pack", "exchange", "unpack", "exposed", "bucket"};
+  py::list spans;
+  for (const TraceSpan& span : trace.spans) {
+    spans.append(py::make_tuple(kNames[static_cast<size_t>(span.phase)], span.of.step, span.of.bucket, span.of.slice,
+                                1e-9 * static_cast<double>(span.begin_ns), 1e-9 * static_cast<double>(span.end_ns)));
+  }
+  return {spans, trace.dropped};
+}
+
 py::dict stats_of(Engine& engine) {
   warn_if_fp16_vanishes(engine);
   EngineStats stats;
@@ -110,10 +134,23 @@ py::dict stats_of(Engine& engine) {
   result["buckets"] = stats.buckets;
   result["gradient_bytes"] = stats.gradient_bytes;
   result["wire_bytes"] = stats.wire_bytes;
-  result["pack_ms"] = stats.ms[static_cast<size_t>(Phase::kPack)];
-  result["exchange_ms"] = stats.ms[static_cast<size_t>(Phase::kExchange)];
-  result["unpack_ms"] = stats.ms[static_cast<size_t>(Phase::kUnpack)];
-  result["exposed_ms"] = stats.ms[static_cast<size_t>(Phase::kExposed)];
+  add_times(result, stats.clock.ms);
+  result["exposed_ms"] = stats.clock.ms[static_cast<size_t>(Phase::kExposed)];
+  result["waiting_ms"] = stats.clock.waiting_ms;
+  result["queued"] = stats.clock.queued;
+  result["max_queue_depth"] = stats.clock.max_queued;
+  py::list buckets;
+  for (size_t i = 0; i < stats.by_bucket.size(); ++i) {
+    const BucketTotals& totals = stats.by_bucket[i];
+    py::dict bucket;
+    bucket["bucket"] = i;
+    bucket["times"] = totals.times;
+    bucket["gradient_bytes"] = totals.gradient_bytes;
+    bucket["wire_bytes"] = totals.wire_bytes;
+    add_times(bucket, i < stats.clock.buckets.size() ? stats.clock.buckets[i] : PhaseTimes{});
+    buckets.append(bucket);
+  }
+  result["per_bucket"] = buckets;
   result["nonfinite_steps"] = stats.nonfinite_steps;
   result["packed_nonzero"] = stats.packed_nonzero;
   result["packed_vanished"] = stats.packed_vanished;
@@ -188,6 +225,8 @@ void bind_engine(py::module_& module) {
       .def("follow_loss_scale", &Engine::follow_loss_scale, py::arg("scale"), py::arg("unit"), no_gil())
       .def("stats", &stats_of)
       .def("reset_stats", &Engine::reset_stats, no_gil())
+      .def("start_trace", &Engine::start_trace, py::arg("capacity"), no_gil())
+      .def("take_trace", &take_trace)
       .def("sum_of_squares", &Engine::sum_of_squares, no_gil())
       .def("found_nonfinite", &Engine::found_nonfinite, no_gil())
       .def("raise_pending",

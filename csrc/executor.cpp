@@ -24,6 +24,13 @@ constexpr std::chrono::milliseconds kGrace{1000};
 
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
+// Lets the profiler of the thread that handed a bucket over see what the worker does for it. Wants no gradients, as that thread did
+// when the state was taken.
+std::optional<at::ThreadLocalStateGuard> as_seen_by_caller(const BucketJob& job) {
+  if (!job.profiled) return std::nullopt;
+  return std::optional<at::ThreadLocalStateGuard>(std::in_place, *job.profiled);
+}
+
 // One slice after the other, each from pack to unpack.
 void run_in_order(const Pipeline& pipeline, const std::shared_ptr<BucketJob>& job, SliceBuffers& buffers, c10::Stream stream) {
   const int64_t count = num_flows(*job);
@@ -38,10 +45,9 @@ void run_in_order(const Pipeline& pipeline, const std::shared_ptr<BucketJob>& jo
 
 void CallerExecutor::submit(std::shared_ptr<BucketJob> job) {
   try {
-    const bool measures_wait = job->bucket.is_last;
-    if (measures_wait) pipeline_.clock->begin(Phase::kExposed);
+    pipeline_.clock->ready(job->span(), job->bucket.is_last, kNoStream);
     run_in_order(pipeline_, job, buffers_, kNoStream);
-    if (measures_wait) pipeline_.clock->end(Phase::kExposed);
+    pipeline_.clock->done(job->span(), job->bucket.is_last);
   } catch (...) {
     events_.failed_in(job.get(), std::current_exception());
     events_.give_up({job});
@@ -56,12 +62,12 @@ void StreamExecutor::submit(std::shared_ptr<BucketJob> job) {
     const c10::Stream producer = c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
     job->producer = producer;
     // Before what the stream waits for: the end of this span must not pass before its beginning.
-    if (job->bucket.is_last) clock_.begin_on(Phase::kExposed, producer);
+    pipeline_.clock->ready(job->span(), job->bucket.is_last, producer);
     producer_done_.record(producer);
     producer_done_.block(stream_);
     const c10::StreamGuard stream_guard(stream_);
     run_in_order(pipeline_, job, buffers_, stream_);
-    if (job->bucket.is_last) clock_.end(Phase::kExposed);
+    pipeline_.clock->done(job->span(), job->bucket.is_last);
     events_.bucket_done(*job);
   } catch (...) {
     events_.failed_in(job.get(), std::current_exception());
@@ -101,7 +107,7 @@ WorkerExecutor::WorkerExecutor(const Pipeline& pipeline, ExecutorEvents& events,
 
 void WorkerExecutor::submit(std::shared_ptr<BucketJob> job) {
   bool refused = false;
-  if (job->bucket.is_last) pipeline_.clock->begin(Phase::kExposed);
+  pipeline_.clock->ready(job->span(), job->bucket.is_last, kNoStream);
   {
     std::lock_guard<std::mutex> lock(signal_->mutex);
     refused = refuses_;
@@ -151,6 +157,7 @@ bool WorkerExecutor::start_next() {
   if (free_buffers_.empty() || next_job_ == jobs_.size()) return false;
   const std::shared_ptr<BucketJob> job = jobs_[next_job_];
   try {
+    const auto seen = as_seen_by_caller(*job);
     if (next_flow_ == 0) {
       job->slices_left = num_flows(*job);
       // Slices differ by a tile: whichever buffer a slice gets has to be large enough for all, or buffers would grow for many steps.
@@ -190,6 +197,7 @@ bool WorkerExecutor::advance_one() {
     if (!flow.ready()) continue;
     const std::shared_ptr<BucketJob> job = flow.job();
     try {
+      const auto seen = as_seen_by_caller(*job);
       if (flow.advance(kNoStream)) {
         --job->slices_left;
         free_buffers_.push_back(under_way_[i].buffers);
@@ -213,7 +221,7 @@ void WorkerExecutor::end_finished_buckets() {
     int64_t bytes = 0;
     for (const auto& buffers : buffers_) bytes += buffers->bytes();
     buffer_bytes_.store(bytes);
-    if (job->bucket.is_last) pipeline_.clock->end(Phase::kExposed);
+    pipeline_.clock->done(job->span(), job->bucket.is_last);
     events_.bucket_done(*job);
   }
 }

@@ -69,8 +69,8 @@ class CallerExecutor final : public Executor {
 
 class StreamExecutor final : public Executor {
  public:
-  StreamExecutor(const Pipeline& pipeline, ExecutorEvents& events, StreamClock& clock, c10::Stream stream)
-      : pipeline_(pipeline), events_(events), clock_(clock), stream_(stream), producer_done_(stream.device_type()) {}
+  StreamExecutor(const Pipeline& pipeline, ExecutorEvents& events, c10::Stream stream)
+      : pipeline_(pipeline), events_(events), stream_(stream), producer_done_(stream.device_type()) {}
   void submit(std::shared_ptr<BucketJob> job) override;
   void wake() noexcept override {}
   void close() noexcept override {}
@@ -79,7 +79,6 @@ class StreamExecutor final : public Executor {
  private:
   const Pipeline& pipeline_;
   ExecutorEvents& events_;
-  StreamClock& clock_;
   c10::Stream stream_;
   c10::Event producer_done_;
   SliceBuffers buffers_;

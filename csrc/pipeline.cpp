@@ -24,9 +24,9 @@ using Clock = std::chrono::steady_clock;
 
 class SliceFlow final : public Flow {
  public:
-  SliceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, Part& part, size_t slice, SliceBuffers& buffers)
-      : Flow(std::move(job)),
-        pipeline_(pipeline),
+  SliceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number, Part& part, size_t slice,
+            SliceBuffers& buffers)
+      : Flow(pipeline, std::move(job), number),
         part_(part),
         slice_(slice),
         layout_(*part.slices[slice]),
@@ -39,14 +39,14 @@ class SliceFlow final : public Flow {
     find_gradients(sent);
 
     // 1. pack
-    pipeline_.clock->begin(Phase::kPack);
+    begin(Phase::kPack);
     pipeline_.exchange->reserve(layout_, buffers_);
     pack(layout_, sent.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream,
          encoding(Stage::kPack));
-    pipeline_.clock->end(Phase::kPack);
+    end(Phase::kPack);
 
     // 2. exchange
-    pipeline_.clock->begin(Phase::kExchange);
+    begin(Phase::kExchange);
     issue(stream);
   }
 
@@ -57,16 +57,16 @@ class SliceFlow final : public Flow {
       issue(stream);
       if (collective_) return false;
     }
-    pipeline_.clock->end(Phase::kExchange);
+    end(Phase::kExchange);
 
     // 3. unpack. On one rank the gradients are what they should be, only measured.
-    pipeline_.clock->begin(Phase::kUnpack);
+    begin(Phase::kUnpack);
     if (job_->bucket.gradients && !job_->bucket.gradients->is_complete) read_flags();
     if (!pipeline_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
     auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
     unpack(layout_, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()), job_->found_nonfinite,
            sums, pipeline_.failed, stream);
-    pipeline_.clock->end(Phase::kUnpack);
+    end(Phase::kUnpack);
     return true;
   }
 
@@ -137,7 +137,6 @@ class SliceFlow final : public Flow {
     return encode;
   }
 
-  const Pipeline& pipeline_;
   Part& part_;
   size_t slice_;
   const DeviceLayout& layout_;
@@ -150,9 +149,8 @@ class SliceFlow final : public Flow {
 // fp32 gradients under an all_reduce in fp32, on the host: the buffer itself is what travels. Two copies less than SliceFlow.
 class InPlaceFlow final : public Flow {
  public:
-  InPlaceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, Part& part, size_t slice)
-      : Flow(std::move(job)),
-        pipeline_(pipeline),
+  InPlaceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number, Part& part, size_t slice)
+      : Flow(pipeline, std::move(job), number),
         part_(part),
         layout_(*part.slices[slice]),
         is_last_of_part_(slice + 1 == part.slices.size()) {
@@ -165,11 +163,11 @@ class InPlaceFlow final : public Flow {
   }
 
   void start(c10::Stream /*stream*/) override {
-    pipeline_.clock->begin(Phase::kPack);
+    begin(Phase::kPack);
     if (pipeline_.scale != 1.0f) gradients_.mul_(pipeline_.scale);
-    pipeline_.clock->end(Phase::kPack);
+    end(Phase::kPack);
 
-    pipeline_.clock->begin(Phase::kExchange);
+    begin(Phase::kExchange);
     if (pipeline_.transport) collective_ = pipeline_.transport->all_reduce(gradients_);
     issued_ = Clock::now();
   }
@@ -177,9 +175,9 @@ class InPlaceFlow final : public Flow {
   bool advance(c10::Stream stream) override {
     if (collective_) collective_->finish();
     ++stage_;
-    pipeline_.clock->end(Phase::kExchange);
+    end(Phase::kExchange);
 
-    pipeline_.clock->begin(Phase::kUnpack);
+    begin(Phase::kUnpack);
     const std::vector<void*> only_measured(part_.offsets.size(), nullptr);
     const auto* buffer = static_cast<const uint8_t*>(job_->bucket.buffer.const_data_ptr());
     auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
@@ -187,12 +185,11 @@ class InPlaceFlow final : public Flow {
            sums, pipeline_.failed, stream);
     // One form of NaN, whatever the library's sum made of it.
     if (job_->host_nonfinite != 0) gradients_.masked_fill_(at::isnan(gradients_), std::numeric_limits<float>::quiet_NaN());
-    pipeline_.clock->end(Phase::kUnpack);
+    end(Phase::kUnpack);
     return true;
   }
 
  private:
-  const Pipeline& pipeline_;
   Part& part_;
   const DeviceLayout& layout_;
   bool is_last_of_part_;
@@ -202,21 +199,21 @@ class InPlaceFlow final : public Flow {
 // A sparse gradient is summed as it is: rows that no rank touched stay away, and no value is rounded.
 class SparseFlow final : public Flow {
  public:
-  SparseFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job) : Flow(std::move(job)), pipeline_(pipeline) {}
+  SparseFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job) : Flow(pipeline, std::move(job), 0) {}
 
   void start(c10::Stream /*stream*/) override {
     const c10::AutoGradMode no_grad(false);
     at::Tensor& gradient = job_->bucket.buffer;
     // Divided as stock DDP does it, so that the bits agree for every world size.
     if (pipeline_.scale != 1.0f) gradient.div_(std::nearbyint(1.0 / pipeline_.scale));
-    pipeline_.clock->begin(Phase::kExchange);
+    begin(Phase::kExchange);
     if (pipeline_.transport) collective_ = pipeline_.transport->all_reduce_sparse(gradient);
     issued_ = Clock::now();
   }
 
   bool advance(c10::Stream /*stream*/) override {
     if (collective_) collective_->finish();
-    pipeline_.clock->end(Phase::kExchange);
+    end(Phase::kExchange);
 
     // Rows that came more than once count as their sum.
     at::Tensor values = job_->bucket.buffer.coalesce()._values();
@@ -226,9 +223,6 @@ class SparseFlow final : public Flow {
         .bitwise_or_(at::isfinite(values).all().logical_not());
     return true;
   }
-
- private:
-  const Pipeline& pipeline_;
 };
 
 }  // namespace
@@ -240,14 +234,32 @@ int64_t num_flows(const BucketJob& job) {
   return count;
 }
 
+Flow::Flow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number)
+    : pipeline_(pipeline), job_(std::move(job)), of_(job_->span()) {
+  of_.slice = static_cast<int32_t>(number);
+}
+
+void Flow::begin(Phase phase) {
+  const char* name = phase == Phase::kPack ? "gsync::pack" : phase == Phase::kExchange ? "gsync::exchange" : "gsync::unpack";
+  // While one slice is exchanged the next is packed.
+  range_.emplace(name, /*overlaps=*/phase == Phase::kExchange);
+  pipeline_.clock->begin(phase, of_);
+}
+
+void Flow::end(Phase phase) {
+  pipeline_.clock->end(phase, of_);
+  range_.reset();
+}
+
 std::unique_ptr<Flow> make_flow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number, SliceBuffers& buffers) {
   if (!job->plan) return std::make_unique<SparseFlow>(pipeline, std::move(job));
+  int64_t slice = number;
   for (Part& part : job->plan->parts) {
     const auto slices = static_cast<int64_t>(part.slices.size());
-    if (number < slices && part.in_place)
-      return std::make_unique<InPlaceFlow>(pipeline, std::move(job), part, static_cast<size_t>(number));
-    if (number < slices) return std::make_unique<SliceFlow>(pipeline, std::move(job), part, static_cast<size_t>(number), buffers);
-    number -= slices;
+    const auto idx = static_cast<size_t>(slice);
+    if (slice < slices && part.in_place) return std::make_unique<InPlaceFlow>(pipeline, std::move(job), number, part, idx);
+    if (slice < slices) return std::make_unique<SliceFlow>(pipeline, std::move(job), number, part, idx, buffers);
+    slice -= slices;
   }
   return nullptr;
 }

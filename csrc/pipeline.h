@@ -7,6 +7,7 @@
 //              3. unpack: the result is decoded into the gradients, with sums of squares and the non-finite flag
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
@@ -18,6 +19,7 @@
 #include "bucket_plan.h"
 #include "clock.h"
 #include "exchange.h"
+#include "range.h"
 
 namespace gsync {
 
@@ -33,8 +35,11 @@ struct BucketJob {
   int64_t step = 0;
   uint64_t seed = 0;
   int64_t slices_left = 0;
+  std::optional<at::ThreadLocalState> profiled;  // of the thread that handed it over, where a profiler listens there
   int32_t* found_nonfinite = nullptr;  // on the device; set to 1, never cleared
   int32_t host_nonfinite = 0;          // what found_nonfinite points to on the CPU
+
+  SpanOf span() const { return {step, static_cast<int32_t>(bucket.index), 0}; }
 };
 
 /// What all slices of an engine share.
@@ -53,7 +58,7 @@ struct Pipeline {
 
 class Flow {
  public:
-  explicit Flow(std::shared_ptr<BucketJob> job) : job_(std::move(job)) {}
+  Flow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number);
   virtual ~Flow() = default;
 
   /// Issues the first collective.
@@ -68,10 +73,19 @@ class Flow {
   const std::shared_ptr<BucketJob>& job() const { return job_; }
 
  protected:
+  /// Around a phase: counted by the clock, seen by profilers.
+  void begin(Phase phase);
+  void end(Phase phase);
+
+  const Pipeline& pipeline_;
   std::shared_ptr<BucketJob> job_;
   std::shared_ptr<Collective> collective_;
   std::chrono::steady_clock::time_point issued_;
   int stage_ = 0;
+
+ private:
+  SpanOf of_;
+  std::optional<Range> range_;
 };
 
 /// The next slice of a job, or its sparse gradient.

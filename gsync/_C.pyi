@@ -1,6 +1,7 @@
 """What the compiled part offers to Python."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,9 +74,13 @@ class Engine:
         """Multiplies residuals by scale / unit at the start of each step, and sets `unit` to `scale`."""
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Synchronises a bucket in place; the future holds its buffer, or the error."""
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Returns totals since the last reset."""
     def reset_stats(self) -> None: ...
+    def start_trace(self, capacity: int) -> None:
+        """Keeps spans from now on, up to `capacity`."""
+    def take_trace(self) -> tuple[list[tuple[str, int, int, int, float, float]], int]:
+        """Ends that; returns phase, step, bucket, slice, begin and end (s, as time.perf_counter), and how many had no room."""
     def sum_of_squares(self) -> Tensor:
         """Returns fp64 [number of parameters], in the order of names, of the last finished step."""
     def found_nonfinite(self) -> Tensor:

@@ -35,8 +35,10 @@ class Job:
         used = [param.grad for param in self.parameters] if self.gradients is None else self.gradients
         self.is_used = [gradient is not None for gradient in used]
         cut = [(part, i) for part in plan.parts for i in range(len(part.layouts))] if plan is not None else []
-        self.slices = [Slice(self, part, i) for part, i in cut] or [Slice(self)]
+        self.slices = [Slice(self, part, i, number) for number, (part, i) in enumerate(cut)] or [Slice(self)]
         self.slices_left = len(self.slices)
+        self.wire_bytes = 0
+        self.ready = 0.0  # when it was handed over
         device = self.parameters[0].device if self.buffer is None else self.buffer.device
         devices = [device] if device.type == "cuda" else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -54,10 +56,10 @@ class Job:
 
 
 class Slice:
-    """One slice under way."""
+    """One slice under way: number `slice_idx` of its part, `number` of its bucket."""
 
-    def __init__(self, job: Job, part: Part | None = None, slice_idx: int = 0) -> None:
-        self.job, self.part, self.slice_idx = job, part, slice_idx
+    def __init__(self, job: Job, part: Part | None = None, slice_idx: int = 0, number: int = 0) -> None:
+        self.job, self.part, self.slice_idx, self.number = job, part, slice_idx, number
         self.started = 0.0
         self.collective: Any = None
         self.payload: torch.Tensor | None = None

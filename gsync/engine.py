@@ -19,6 +19,7 @@ from .groups import Meeting, as_sync_error, is_gloo
 from .lanes import Lanes
 from .model import Model
 from .python_engine import PythonEngine
+from .spans import Span
 
 
 class Engine(Protocol):
@@ -50,6 +51,12 @@ class Engine(Protocol):
 
     def reset_stats(self) -> None:
         """Sets the totals to zero."""
+
+    def start_trace(self, capacity: int) -> None:
+        """Keeps up to `capacity` spans from now on: when each slice is packed, exchanged, unpacked. Waits for the device."""
+
+    def take_trace(self) -> tuple[list[Span], int]:
+        """Ends that; returns the spans, and how many found no room. Waits for the device."""
 
     def sum_of_squares(self) -> torch.Tensor:
         """[num_params] fp64: of each parameter's gradient in the last finished step, in the order of names."""

@@ -34,6 +34,10 @@ class ModuleWatch:
         self._others = {name: weakref.ref(param) for name, param in others.items() if param.is_floating_point()}
         self._tables = _tables(module)
 
+    def module(self) -> nn.Module | None:
+        """The module, while it exists."""
+        return self._module()
+
     def check(self) -> None:
         """Looks whether parameters were replaced or added since the start.
 

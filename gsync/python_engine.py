@@ -30,8 +30,10 @@ from .gradient_list import fill_nan_gradients
 from .groups import as_sync_error
 from .lanes import Lanes
 from .reference import CODE_DTYPES
+from .spans import Span, SpanBook
 
 _SLICES_UNDER_WAY = 2
+_NO_RANGE: Any = contextlib.nullcontext()
 _VANISHED_SHARE = 0.01  # of the non-zero elements; above it fp16 is the wrong codec
 
 
@@ -67,11 +69,11 @@ class _Core:
         self.slot = 0
         self.last: Step | None = None
         self.steps_done = 0
+        self.book = SpanBook()
         self.reset_totals()
 
     def reset_totals(self) -> None:
-        self.totals: dict[str, Any] = {"steps": 0, "buckets": 0, "gradient_bytes": 0, "wire_bytes": 0}
-        self.totals |= {"pack_ms": 0.0, "exchange_ms": 0.0, "unpack_ms": 0.0, "exposed_ms": 0.0}
+        self.book.reset()
         self.nonfinite_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     # A slice is started, then finished: by the worker thread (CPU) or by the caller (CUDA).
@@ -85,7 +87,7 @@ class _Core:
                 if self.scale != 1.0:
                     job.buffer.div_(round(1 / self.scale))  # as stock DDP does it: the same bits
                 size = job.buffer._values().nbytes + job.buffer._indices().nbytes
-                self.totals["wire_bytes"] += size * (self.world_size - 1)
+                job.wire_bytes += size * (self.world_size - 1)
                 current.collective = self.lanes.all_reduce(job.buffer)
             return
         if self.lanes is None:
@@ -96,14 +98,15 @@ class _Core:
         current.payload = self._buffer("payload", num_bytes)
         counters = job.step.counters if part.codec == "fp16" else None
         encoding = current.encoding("pack", self.rounding, self.rank, self._measures(job.step))
-        self.kernels.pack(layout, current.sent, current.payload, self.scale, counters, encoding)
-        self._add("pack_ms", current)
+        with _range("gsync::pack"):
+            self.kernels.pack(layout, current.sent, current.payload, self.scale, counters, encoding)
+        self._add("pack", current)
         if self.scatter:
             current.received = self._buffer("received", num_bytes)
             current.collective = self.lanes.all_to_all(current.received, current.payload)
         else:
             current.collective = self.lanes.all_reduce(current.payload.view(CODE_DTYPES[part.segments[0].codec]))
-        self.totals["wire_bytes"] += (
+        job.wire_bytes += (
             2 * chunk_bytes * (self.world_size - 1)
             if self.scatter
             else (2 * num_bytes * (self.world_size - 1) // self.world_size)
@@ -115,7 +118,7 @@ class _Core:
         if current.collective is not None:
             current.collective.wait()
         if part is None:
-            self._add("exchange_ms", current)
+            self._add("exchange", current)
             if job.is_sparse:
                 self._measure([job.buffer.coalesce()._values()], job.norm_idx, step)
         elif self.lanes is None:
@@ -130,23 +133,22 @@ class _Core:
                 encoding = current.encoding("reduce", self.rounding, self.rank, self._measures(step))
                 self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
                 self.lanes.all_gather(current.payload, reduced).wait()
-            self._add("exchange_ms", current)
+            self._add("exchange", current)
             current.make_missing()
             is_end = current.slice_idx == len(part.layouts) - 1
             sums = torch.zeros(len(part.spans), dtype=torch.float64, device=self.device) if is_end else None
-            self.kernels.unpack(layout, current.payload, current.gradients, part.partials, step.nonfinite, sums)
+            with _range("gsync::unpack"):
+                self.kernels.unpack(layout, current.payload, current.gradients, part.partials, step.nonfinite, sums)
             if sums is not None:
                 step.sums[part.index] = sums
-            self._add("unpack_ms", current)
+            self._add("unpack", current)
         job.slices_left -= 1
         if job.slices_left <= 0:
             self.complete(job)
 
     def complete(self, job: Job) -> None:
-        self.totals["buckets"] += 1
-        self.totals["gradient_bytes"] += job.plan.gradient_bytes if job.plan is not None else 0
+        self.book.done(job, timed=self.device.type == "cpu")
         if job.is_last:
-            self.totals["steps"] += 1
             self.steps_done += 1
             self.nonfinite_steps += job.step.nonfinite
             self.last = job.step
@@ -223,10 +225,10 @@ class _Core:
             step.nonfinite |= ~real.isfinite().all()
             step.sums[i] = real.double().square().sum()
 
-    def _add(self, name: str, current: Slice) -> None:
+    def _add(self, phase: str, current: Slice) -> None:
         if self.device.type == "cpu":
             now = time.perf_counter()
-            self.totals[name] += 1e3 * (now - current.started)
+            self.book.add(phase, current.job, current.number, current.started, now)
             current.started = now
 
     def _look_for_vanished(self, nonzero: int, vanished: int) -> None:
@@ -330,12 +332,8 @@ class PythonEngine:
         """Returns when all buckets are done (CUDA: on the current stream), or the engine has failed."""
         core = self._core
         with core.changed:
-            started = time.perf_counter()
-            waits = bool(core.jobs)
             while core.jobs and core.error is None:
                 core.changed.wait()
-            if waits:
-                core.totals["exposed_ms"] += 1e3 * (time.perf_counter() - started)
         if self._stream is not None:
             torch.cuda.current_stream(core.device).wait_stream(self._stream)
 
@@ -348,6 +346,7 @@ class PythonEngine:
                 self._parameters.follow_loss_scale(*self._loss_scale)
         try:
             job = self._make_job(bucket, self._step)
+            core.book.ready(job)
             with core.changed:
                 core.jobs.append(job)
                 if self._thread is not None:
@@ -366,11 +365,17 @@ class PythonEngine:
 
     def stats(self) -> dict[str, Any]:
         nonfinite_steps = int(self._core.nonfinite_steps.item())
-        return dict(self._core.totals, nonfinite_steps=nonfinite_steps, error_sums=self._parameters.error_sums())
+        return dict(self._core.book.to_dict(), nonfinite_steps=nonfinite_steps, error_sums=self._parameters.error_sums())
 
     def reset_stats(self) -> None:
         self._core.reset_totals()
         self._parameters.reset_error_sums()
+
+    def start_trace(self, capacity: int) -> None:
+        self._core.book.start_trace(capacity)
+
+    def take_trace(self) -> tuple[list[Span], int]:
+        return self._core.book.take_trace()
 
     def sum_of_squares(self) -> torch.Tensor:
         return self._last().sums
@@ -456,6 +461,11 @@ class PythonEngine:
         if self._core.last is None:
             raise GsyncError("no backward pass has been synchronised yet")
         return self._core.last
+
+
+def _range(name: str) -> Any:
+    """Shows in torch.profiler; of the worker thread, where it profiles all threads."""
+    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_RANGE
 
 
 def _close(core: _Core, thread: threading.Thread | None) -> None:

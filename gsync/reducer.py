@@ -287,6 +287,9 @@ class GradReducer(Surface):
         assert self._model is not None
         return self._model, self._group
 
+    def _traced_module(self) -> nn.Module | None:
+        return self._watch.module()
+
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Callable[..., None]:
     def call(*args: Any) -> None:

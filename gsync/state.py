@@ -148,6 +148,9 @@ class SyncState(Surface):
             self._model = read_model(_inner(module), self.config)
         return self._model, self._group
 
+    def _traced_module(self) -> torch.nn.Module | None:
+        return self._module() if self._module is not None else None
+
     # Pickled and copied without model, group and engine: a copy is a state that has not been used.
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,12 +6,15 @@ and when the engine is made, is the subclass's.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from .arrivals import Arrivals
 from .checkpoint import Feedback
 from .config import SyncConfig
 from .engine import Engine, check_device, choose, make_engine
@@ -19,6 +22,9 @@ from .errors import GsyncError, SyncError
 from .groups import Meeting, timeout_of
 from .model import Model
 from .stats import SyncStats
+from .timeline import Recording, make_recording
+
+_TRACE_SPANS = 1 << 16  # 64 MiB of JSON with eight ranks
 
 
 class Surface(ABC):
@@ -37,6 +43,9 @@ class Surface(ABC):
         self._closed = False
         self._step, self._seed = 0, self.config.seed
         self._totals: list[dict[str, Any]] = []
+        self._arrivals: Arrivals | None = None
+        self._recording: Recording | None = None
+        self._traces = 0
 
     @property
     def closed(self) -> bool:
@@ -44,16 +53,59 @@ class Surface(ABC):
         return self._closed
 
     def stats(self) -> SyncStats:
-        """What synchronisation cost since the last reset. On CUDA it waits for the device."""
+        """What synchronisation cost since the last reset. On CUDA it waits for the device.
+
+        Who comes late is known once every rank has called this: each call writes this rank's waiting time into the group's store
+        and reads what the others wrote last, at most once a second. No collective, and no waiting for other ranks.
+        """
         stats = SyncStats.of(*self._totals, *([self._engine.stats()] if self._engine is not None else []))
         stats.residual_bytes = self._feedback.num_bytes
+        if self._arrivals is not None and stats.steps > 0:
+            stats.set_arrivals(self._arrivals.exchange(stats.exposed_ms / stats.steps))
         return stats
 
     def reset_stats(self) -> None:
         """Sets the totals of `stats` to zero."""
         self._totals = []
+        if self._arrivals is not None:
+            self._arrivals.forget()
         if self._engine is not None:
             self._engine.reset_stats()
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str], max_spans: int = _TRACE_SPANS) -> Iterator[None]:
+        """Writes a timeline of the steps in the block, of all ranks, to `path`: for https://ui.perfetto.dev or chrome://tracing.
+
+        For a few steps. Every rank enters and leaves the block, between steps: ranks meet in the group's store, both times, and
+        compare clocks when they leave. Rank 0 writes the file; it is there when rank 0 has left the block. A file that cannot be
+        written in the end, or a rank that does not come, is a `GsyncWarning`. While no trace is taken nothing is kept.
+
+        Args:
+            path: of the file; only rank 0's counts.
+            max_spans: how many are kept on each rank, a slice in a stage being one; those that come later are counted only.
+
+        Raises:
+            ValueError: on every rank, if rank 0 cannot write there; a trace is being taken; max_spans is below 1.
+        """
+        if self._recording is not None:
+            raise ValueError("trace: a timeline is being taken already")
+        model, group = self._read()
+        about = {"what": "gsync timeline", "model": model.label, "ranks": group.size(), "config": repr(self.config)}
+        self._traces += 1
+        make = make_recording
+        self._recording = make(path, self._meet, self._traces, self._traced_module(), model.device, max_spans, about)
+        try:
+            if self._engine is not None:
+                self._recording.start(self._engine)
+            yield
+            if self._engine is not None:
+                self._recording.take(self._engine)
+        except BaseException:
+            self._recording.give_up()
+            self._recording = None
+            raise
+        recording, self._recording = self._recording, None
+        recording.finish()
 
     def grad_norm(self) -> torch.Tensor:
         """[] fp64: the 2-norm of all gradients as synchronised in the last step, the same bits on every rank.
@@ -137,6 +189,18 @@ class Surface(ABC):
     def _read(self) -> tuple[Model, Any]:
         """Model and group, found if need be."""
 
+    @abstractmethod
+    def _traced_module(self) -> torch.nn.Module | None:
+        """What is called in a forward pass, where it is known and still exists."""
+
+    def _meet(self) -> Meeting | None:
+        """Where the ranks meet; None for one rank. Every rank of the group has to call it."""
+        model, group = self._read()
+        if self._meeting is None and group.size() > 1:
+            self._meeting = Meeting(group, self.config.timeout_s or timeout_of(group, model.device))
+            self._arrivals = Arrivals(self._meeting)
+        return self._meeting
+
     def _make_engine(
         self, model: Model, group: Any, description: Mapping[str, Any], on_failure: Callable[[], None] = lambda: None
     ) -> Engine:
@@ -144,9 +208,8 @@ class Surface(ABC):
         check_device(self.config, model, group)
         kind = choose(self.config, model.device)
         timeout_s = self.config.timeout_s or timeout_of(group, model.device)
-        if group.size() > 1:
-            if self._meeting is None:
-                self._meeting = Meeting(group, timeout_s)
+        if self._meet() is not None:
+            assert self._meeting is not None
             seed = {"seed": self._seed} if self.config.rounding == "stochastic" else {}
             self._meeting.agree(_description(self.config, model, kind) | seed | dict(description), self._generation)
             self._step = self._meeting.of_first_rank("step", self._step, self._generation)
@@ -155,6 +218,8 @@ class Surface(ABC):
         self._feedback.hand_to(engine, model)
         engine.set_step(self._step)
         engine.set_seed(self._seed)
+        if self._recording is not None:
+            self._recording.start(engine)
         self._engine = engine
         return engine
 
@@ -162,6 +227,8 @@ class Surface(ABC):
         if self._engine is not None:
             self._step = self._engine.step
             self._totals.append(self._engine.stats())
+            if self._recording is not None:
+                self._recording.take(self._engine)
             self._engine.close()
         self._engine = None
 
