@@ -19,8 +19,8 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t grid, int block, cudaS
                    const std::type_identity_t<Parameters>&... arguments) {
   if (grid > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
   const void* addresses[] = {&arguments...};
-  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(grid)),
-                                             dim3(static_cast<unsigned>(block)), const_cast<void**>(addresses), 0, stream);
+  const cudaError_t error = cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(grid)), dim3(static_cast<unsigned>(block)),
+                                             const_cast<void**>(addresses), 0, stream);
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
