@@ -74,6 +74,7 @@ def bench(
     ranks_per_host: Annotated[int | None, _option(_PLACE, "2, or all GPUs, or 1 with --hosts, if left out.")] = None,
     rate: Annotated[str | None, _option(_PLACE, "Of each host's link each way, for example 1gbit.")] = None,
     json: Annotated[str | None, _option(_RUN, "File for all samples, machine, versions, commit.")] = None,
+    report: Annotated[str | None, _option(_RUN, "Folder for the results as one page of HTML, with pictures.")] = None,
     quiet: Annotated[bool, _option(_RUN, "Print the table only.")] = False,
 ) -> None:
     """Train one model under stock DDP, torch's hooks and gsync, side by side, and print what each step costs.
@@ -120,6 +121,7 @@ def bench(
             rate=rate,
             timeout_s=timeout_s,
             json=json,
+            report=report,
             quiet=quiet,
             command=shlex.join(["gsync", "bench", *sys.argv[sys.argv.index("bench") + 1 :]])
             if "bench" in sys.argv
@@ -137,11 +139,16 @@ def bench(
 
 def _run(options: Options, place: Place | None) -> int:
     """Checks what can be checked before any rank starts, then starts the ranks or is one."""
-    from . import launch, network
+    from . import launch, network, page, report
     from .worker import run_rank
     from .workloads import make_workload
 
     options.make_rivals()
+    if place is None or place.rank == 0:  # which writes them
+        if options.json:
+            report.check_file(options.json)
+        if options.report:
+            page.check(options.report)
     make_workload(options.model, options.sizes, options.seed)
     if options.device == "cuda" and not launch.uses_cuda("auto"):
         raise ValueError("--device cuda: torch finds no GPU here (gsync doctor says more)")

@@ -93,6 +93,7 @@ class _Rank:
             MASTER_PORT=str(port),
             OMP_NUM_THREADS=str(options.threads),
         )
+        environment.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to standard error
         if place is not None:
             command = place.command(rank // per_host, command)
             environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)

@@ -9,6 +9,7 @@ communication time. A step is forward, backward and optimizer; its time is that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import checks, network, timing
+from . import checks, network, one_step, timing
 from .options import Options
 from .progress import Progress
 from .reduced import Reduced
@@ -44,7 +45,8 @@ class Contender:
     step_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
     link_bytes: list[int] = field(default_factory=list)
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    one_step: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Job:
@@ -77,6 +79,8 @@ class Job:
                 one.armed.reset()
             self._train(racing, self.options.warmup, self.options.num_steps, measured=True)
             self._check_weights(racing)
+            if self.options.report:
+                self._look_at_one_step(racing)
             return self._results(rivals, contenders)
         finally:
             for one in contenders:
@@ -189,7 +193,7 @@ class Job:
             return
         one.step_ms.append(1e3 * (end - start))
         one.backward_ms.append(1e3 * (middle - start))
-        one.loss = float(loss)
+        one.losses.append(float(loss))
         if self.interface:
             self._start_together()  # all that this step sends has left the host when every rank is here
             one.link_bytes.append(network.sent_bytes(self.interface) - sent)
@@ -197,10 +201,13 @@ class Job:
     def _backward(self, one: Contender, batch: tuple[Tensor, Tensor]) -> Tensor:
         one.optimizer.zero_grad(set_to_none=True)
         with one.model.no_sync() if one.rival is None else contextlib.nullcontext():
-            loss = self.workload.loss(one.model(batch[0]), batch[1])
+            loss = self._loss(one.model, batch)
             loss.backward()
         self._wait_for_device()
         return loss.detach()
+
+    def _loss(self, model: DistributedDataParallel | Reduced, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.workload.loss(model(batch[0]), batch[1])
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.workload.batch_at(step, self.rank, self.world_size)
@@ -213,6 +220,22 @@ class Job:
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _look_at_one_step(self, contenders: list[Contender]) -> None:
+        """One step of each rival under the profiler, on rank 0."""
+        batch = self._batch(self.options.warmup + self.options.num_steps)
+        for idx, one in enumerate(contenders[1:]):
+            assert one.rival is not None
+            self.progress.phase("looking", idx, len(contenders) - 1, one.rival.label)
+            forward = functools.partial(self._loss, one.model, batch)
+            step = functools.partial(one_step.run_step, forward, one.optimizer)
+            for _ in range(2):  # the profiler is slow the first time
+                self._start_together()
+                if self.rank == 0:
+                    one.one_step = one_step.look_at(step, self.device.type == "cuda")
+                else:
+                    step()
+        self._start_together()
 
     # 4. Results
 
@@ -250,9 +273,12 @@ class Job:
             "wire_bytes": one.armed.wire_bytes(),
             "wire_source": one.armed.wire_source,
             "error": one.error,
-            "train_loss": one.loss,
+            "train_loss": one.losses[-1],
+            "train_losses": one.losses,
             "stats": one.armed.stats(),
         }
+        if one.one_step:
+            row["one_step"] = one.one_step
         if own["link_bytes"]:
             row["link_bytes"] = timing.percentile(own["link_bytes"], 0.5)
             if stock["link_bytes"]:

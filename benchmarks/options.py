@@ -35,6 +35,7 @@ class Options:
         rate: of each host's link, in tc's notation; None for no limit.
         timeout_s: of collectives.
         json: file for the results; None for none.
+        report: folder for a page of them; None for none.
         quiet: no progress, only the table.
         command: what was typed, for the record.
     """
@@ -57,6 +58,7 @@ class Options:
     rate: str | None = None
     timeout_s: float = 120.0
     json: str | None = None
+    report: str | None = None
     quiet: bool = False
     command: str = ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from .options import Options
 from .workloads import full_sizes
 
 WIDTH = 80
-_FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync", "reducer": "gsync.GradReducer"}
+FAMILIES = {"ddp": "PyTorch DDP", "gsync": "gsync", "reducer": "gsync.GradReducer"}
 
 
 def with_circumstances(results: dict[str, Any], options: Options, place: Place) -> dict[str, Any]:
@@ -44,6 +45,21 @@ def write_json(results: dict[str, Any], path: str) -> None:
     text = json.dumps(_finite(results), indent=1, allow_nan=False)
     text = re.sub(r'\[[^][{}"]*\]', lambda numbers: " ".join(numbers.group().split()), text)
     Path(path).write_text(text + "\n")
+
+
+def check_file(path: str) -> None:
+    """Look before anything runs whether `write_json` can write to `path`.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ValueError(f"--json {path}: there is no folder {str(folder)!r}")
+    if Path(path).is_dir():
+        raise ValueError(f"--json {path}: is a folder; expected the name of a file")
+    if not os.access(Path(path) if Path(path).exists() else folder, os.W_OK):
+        raise ValueError(f"--json {path}: no permission to write there")
 
 
 def console() -> Any:
@@ -101,7 +117,7 @@ def _table(rows: list[dict[str, Any]], columns: list[tuple[str, Callable[[dict[s
     for row in rows:
         if row["family"] != family:
             family = row["family"]
-            grid.add_row(f"[bold]{_FAMILIES[family]}[/bold]")
+            grid.add_row(f"[bold]{FAMILIES[family]}[/bold]")
         remark, cells = row["note"], []
         if "refused" in row:
             remark, cells = f"not run: {row['refused']}", ["n/a"]
@@ -122,7 +138,7 @@ def _headline(results: dict[str, Any]) -> str:
     links = f" with {results['rate']} links" if results["rate"] else ""
     sizes = ", ".join(f"{name} {size}" for name, size in results["sizes"].items())
     return (
-        f"[bold]{results['model']}[/bold] ({sizes}), {_count(results['parameters'])} parameters\n"
+        f"[bold]{results['model']}[/bold] ({sizes}), {count(results['parameters'])} parameters\n"
         f"{results['world_size']} ranks{hosts}{links}, {results['device']}, threads per rank: {results['threads']}, "
         f"{results['steps']} steps of each\n"
     )
@@ -150,7 +166,8 @@ def number(value: float) -> str:
     return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
-def _count(value: int) -> str:
+def count(value: int) -> str:
+    """With one decimal in millions, or in thousands."""
     return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k"
 
 

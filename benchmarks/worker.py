@@ -6,20 +6,23 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gsync.launch import Place, find_place
 
-from . import report
+from . import page, report
 from .launch import uses_cuda
 from .measure import Job
 from .options import Options
 from .progress import Progress
 
-FAILED = 1  # exit code: a rival was wrong, or gsync refused what it was asked for
+# Exit codes: a rival was wrong, or gsync refused what it was asked for; a file could not be written (on rank 0, which writes).
+FAILED, NOT_WRITTEN = 1, 2
 
 
 def run_rank(options: Options, place: Place, store_is_there: bool, interface: str = "") -> int:
@@ -51,18 +54,38 @@ def run_rank(options: Options, place: Place, store_is_there: bool, interface: st
         world_size=place.world_size,
         timeout=limit,
     )
+    written = True
     try:
         with Progress(place.rank == 0 and not options.quiet) as progress:
             results = Job(options, device, interface, progress).run()
         if place.rank == 0:
             results = report.with_circumstances(results, options, place)
             report.print_table(results)
-            if options.json:
-                report.write_json(results, options.json)
+            written = _write(results, options)
         dist.barrier()  # rank 0 holds the store: the others stay until it has finished
     finally:
         dist.destroy_process_group()
-    return FAILED if any("wrong" in row or row.get("expected") is False for row in results["rows"]) else 0
+    if any("wrong" in row or row.get("expected") is False for row in results["rows"]):
+        return FAILED
+    return 0 if written else NOT_WRITTEN
+
+
+def _write(results: dict[str, Any], options: Options) -> bool:
+    """Writes the files asked for, whatever becomes of the others; whether all are there."""
+    written = True
+    files: list[tuple[str | None, Callable[[dict[str, Any], str], object]]] = [
+        (options.json, report.write_json),
+        (options.report, page.write),
+    ]
+    for path, write in files:
+        if not path:
+            continue
+        try:
+            write(results, path)
+        except OSError as error:  # a full disk, a folder that has gone
+            print(f"gsync bench: {path} was not written: {error.strerror or error}", file=sys.stderr)
+            written = False
+    return written
 
 
 def _end_with_parent() -> None:
