@@ -22,7 +22,7 @@ def main() -> None:
     ddp = importlib.import_module("gsync.benchmarks.ddp")  # the folder benchmarks/ of the source tree
 
     app = typer.Typer(
-        add_completion=False,
+        add_completion=True,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Gradient synchronisation for data-parallel training in PyTorch.",
@@ -32,11 +32,17 @@ def main() -> None:
     @app.command()
     def doctor(
         json: str = typer.Option("", help="File for everything the report is made of.", show_default=False),
+        measure: bool | None = typer.Option(
+            None,
+            "--measure/--no-measure",
+            help="Measure between the ranks for ten seconds and say what to try. Alone: between two ranks on this machine.",
+            show_default=False,
+        ),
     ) -> None:
-        """Say what gsync finds here and what it would use; under torchrun or srun compare the ranks."""
+        """Say what gsync finds here and what it would use; under torchrun or srun compare the ranks and give advice."""
         from . import doctor as examination
 
-        raise typer.Exit(examination.run(json or None))
+        raise typer.Exit(examination.run(json or None, measure))
 
     app(prog_name="gsync")
 

@@ -70,7 +70,8 @@ def test_doctor_does_without_typer_and_rich() -> None:
 
 def test_doctor_names_the_odd_rank_under_srun() -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(_free_port())}
-    ranks = [subprocess.Popen([sys.executable, "-m", "gsync.doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    command = [sys.executable, "-m", "gsync.doctor", "--no-measure"]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                               env=os.environ | slurm | {"SLURM_PROCID": str(rank), "GSYNC_NATIVE": "off" if rank == 1 else "auto",
                                                         "SLURM_LOCALID": str(rank)}) for rank in range(3)]  # fmt: skip
     said = [rank.communicate(timeout=120) for rank in ranks]
