@@ -179,12 +179,13 @@ def _complain(problem: object, place: Place | None) -> None:
 
 
 def make_app() -> typer.Typer:
-    """Return the command line `bench` with its commands `kernels`, `error` and `convergence`."""
-    from . import convergence, error, kernels
+    """Return the command line `bench` with its commands `kernels`, `reducer`, `error` and `convergence`."""
+    from . import convergence, error, kernels, reducer
 
     app = typer.Typer(add_completion=False, invoke_without_command=True, no_args_is_help=False)
     app.callback(invoke_without_command=True)(bench)
     app.command("kernels")(kernels.kernels)
+    app.command("reducer")(reducer.reducer)
     app.command("error")(error.error)
     app.command("convergence")(convergence.convergence)
     return app

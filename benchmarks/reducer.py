@@ -1,38 +1,43 @@
-"""What GradReducer costs beside DDP: time in autograd's thread for each parameter, and memory above model and gradients.
+"""What GradReducer costs beside DDP: `gsync bench reducer`, or `python -m gsync.benchmarks.reducer`.
 
-    python -m gsync.benchmarks.reducer                       both tables
-    python -m gsync.benchmarks.reducer hooks                 1,000 parameters of one element, one rank
-    python -m gsync.benchmarks.reducer memory                6 layers of 2048 x 2048, two ranks, resident memory of rank 0
+Hooks. Backward passes of 1,000 parameters of one element, with and without the reducer, alternate in one process. The clock, of
+processor time, stops when the last gradient is accumulated: what counts is what the hooks, and the buckets they hand over, add on
+the way there.
 
-Time. Backward passes with and without the reducer alternate in one process. The clock, of processor time, stops when the last
-gradient is accumulated: what counts is what the hooks, and the buckets they hand over, add on the way there.
+Memory. Each way to synchronise a model of linear layers runs in two processes of its own. The highest resident memory of steps is
+read from Linux, and that of steps of the same model before it was to be synchronised is taken off.
 
-Memory. Each way to synchronise runs in processes of its own. The highest resident memory of steps is read from Linux, and that of
-steps of the same model before it was to be synchronised is taken off.
+Operations and bytes. Those of one backward pass on the gradients' memory: benchmarks/traffic.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import re
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gsync
+from gsync import machine
 
+from . import report, traffic
+from .progress import Progress
 from .timing import percentile
 
-HOOK_BAR_US = 1.5
 _WARMUP = 3
+_WRONG_USE = 2  # exit code
 
 
 def hook_cost_us(num_params: int = 1000, rounds: int = 60) -> float:
@@ -67,35 +72,69 @@ def _many(count: int) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(count)])
 
 
-WAYS = ("ddp", "ddp view", "reducer fp32", "reducer bf16", "reducer int8")
+WAYS = ("ddp", "ddp view", "ddp fp16 hook", "gsync bf16", "reducer fp32", "reducer bf16", "reducer int8")
 
 
-def extra_bytes(way: str, steps: int, width: int, layers: int) -> tuple[int, int]:
-    """Return what synchronising by `way` adds to the highest resident memory, and by how much that grew in the second half."""
-    _arm(nn.Linear(64, 64), way)(torch.randn(4, 64)).sum().backward()  # imports, connections
+def cost_of(way: str, steps: int, width: int, layers: int) -> dict[str, float]:
+    """Return what synchronising by `way` adds, on this rank of two.
+
+    Returns:
+        memory: to the highest resident memory, over the gradients' bytes.
+        growth: by how much that grew in the second half of the steps, in bytes.
+        operations: on gradients, in a backward pass.
+        bytes_per_element: that these read and write.
+    """
+    _arm(nn.Linear(64, 64), way)[0](torch.randn(4, 64)).sum().backward()  # imports, connections
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    numel = sum(parameter.numel() for parameter in module.parameters())
     _peak(module, width, _WARMUP)
     alone = _peak(module, width, _WARMUP)
-    model = _arm(module, way)
+    model, sync = _arm(module, way)
     _peak(model, width, _WARMUP)
     halves = [_peak(model, width, steps // 2) for _ in range(2)]
-    return max(halves) - alone, halves[1] - halves[0]
+    counted = traffic.count(
+        _backward(model, width), _backward(_twin(width, layers), width), 4 * numel, _payload_bytes(sync) if sync else 0, 2
+    )
+    return {
+        "memory": (max(halves) - alone) / (4 * numel),
+        "growth": halves[1] - halves[0],
+        "operations": counted.operations,
+        "bytes_per_element": counted.num_bytes / numel,
+    }
 
 
-def _arm(module: nn.Module, way: str) -> nn.Module:
-    if way.startswith("ddp"):
-        return DistributedDataParallel(module, gradient_as_bucket_view=way.endswith("view"))
-    gsync.GradReducer(module, codec=way.split()[1])
-    return module
+def _arm(module: nn.Module, way: str) -> tuple[nn.Module, Any]:
+    """The model to train, and what of gsync synchronises it."""
+    if way.startswith("reducer"):
+        return module, gsync.GradReducer(module, codec=way.split()[1])
+    model = DistributedDataParallel(module, gradient_as_bucket_view=way.endswith("view"))
+    if way.endswith("hook"):
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model, gsync.register(model, codec=way.split()[1]) if way.startswith("gsync") else None
+
+
+def _twin(width: int, layers: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def _backward(model: nn.Module, width: int) -> Callable[[], None]:
+    model.zero_grad()
+    loss = model(torch.randn(4, width)).square().sum()
+    return lambda: loss.backward()
+
+
+def _payload_bytes(sync: Any) -> int:
+    """Of a step. At two ranks each sends, in both exchanges, as many bytes as one payload has."""
+    stats = sync.stats()
+    return round(stats.wire_bytes / stats.steps)
 
 
 def _peak(model: nn.Module, width: int, steps: int) -> int:
     """The highest resident memory of this process in so many steps."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     for _ in range(steps):
-        model.zero_grad()
-        model(torch.randn(4, width)).square().sum().backward()
+        _backward(model, width)()
     return _status("VmHWM")
 
 
@@ -124,6 +163,7 @@ def in_new_processes(world_size: int, work: Callable[..., Any], *args: Any) -> A
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # otherwise glibc keeps freed gradients, and resident memory tells nothing
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says on standard error that it starts and stops
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.SimpleQueue()
@@ -140,25 +180,71 @@ def in_new_processes(world_size: int, work: Callable[..., Any], *args: Any) -> A
     return answers.get()
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m gsync.benchmarks.reducer", description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=["all", "hooks", "memory"], default="all")
-    parser.add_argument("--steps", type=int, default=50, help="of each way, for memory")
-    parser.add_argument("--way", action="append", choices=WAYS, help="to synchronise, for memory; all if left out")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=6)
-    args = parser.parse_args()
-    if args.what in ("all", "hooks"):
-        cost = in_new_processes(1, hook_cost_us)
-        print(f"hooks: {cost:.2f} µs for each parameter in autograd's thread (bar {HOOK_BAR_US})")
-    if args.what in ("all", "memory"):
-        gradients = 4 * args.layers * args.width * (args.width + 1)
-        print(f"memory above model and gradients, of {gradients / 2**20:.0f} MiB of gradients, {args.steps} steps:")
-        for way in args.way or WAYS:
-            extra, grown = in_new_processes(2, extra_bytes, way, args.steps, args.width, args.layers)
-            print(f"  {way:14} {extra / gradients:5.2f} of the gradients' bytes, grown by {grown / 2**20:.1f} MiB")
+def print_table(results: dict[str, Any]) -> None:
+    """Print one row per way to synchronise."""
+    out = report.console()
+    mib = 4 * results["layers"] * results["width"] * (results["width"] + 1) / 2**20
+    out.print(f"[bold]{results['layers']} linear layers of {results['width']}[/bold], {mib:.0f} MiB of gradients, 2 ranks, cpu\n")
+    grid = report.table(["", "memory", "growth MiB", "operations", "B/element"])
+    for row in results["rows"]:
+        cells = [
+            f"{row['memory']:.2f}",
+            f"{row['growth'] / 2**20:.1f}",
+            f"{row['operations']:.0f}",
+            f"{row['bytes_per_element']:.1f}",
+        ]
+        grid.add_row(f" {row['way']}", *cells)
+    out.print(grid)
+    out.print("memory: above model and gradients, over the gradients' bytes; growth: of that, in the")
+    out.print(f"second half of {results['steps']} steps. operations: on gradients in a backward pass, on a GPU kernel")
+    out.print("launches; B/element: read and written by them, without what the library of collectives does.")
+    out.print(f"\nhooks: {results['hook_us']:.2f} µs for each parameter in autograd's thread")
+
+
+def reducer(
+    way: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}; may be repeated. All if left out.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each way.")] = 50,
+    layers: Annotated[int, typer.Option(help="Linear layers.")] = 6,
+    width: Annotated[int, typer.Option(help="Their width.")] = 2048,
+    json: Annotated[str | None, typer.Option(help="File for all figures.", show_default=False)] = None,
+    quiet: Annotated[bool, typer.Option(help="Print the table only.")] = False,
+) -> None:
+    """Measure what GradReducer costs beside DDP: memory, operations on gradients, time of its hooks."""
+    try:
+        results = _run(way, steps, layers, width, quiet)
+        if json:
+            report.write_json(results, json)
+    except (ValueError, RuntimeError, OSError) as problem:
+        print(f"gsync bench reducer: {problem}", file=sys.stderr)
+        raise typer.Exit(_WRONG_USE) from None
+    print_table(results)
+
+
+def _run(way: list[str] | None, steps: int, layers: int, width: int, quiet: bool) -> dict[str, Any]:
+    for word in way or ():
+        if word not in WAYS:
+            raise ValueError(f"--way {word!r}: expected one of {', '.join(WAYS)}")
+    for name, value, least in (("steps", steps, 2), ("layers", layers, 1), ("width", width, 1)):
+        if value < least:
+            raise ValueError(f"--{name} {value}: expected at least {least}")
+    ways = way or WAYS
+    rows = []
+    with Progress(not quiet) as progress:
+        for idx, name in enumerate(ways):
+            progress.phase("measuring", idx, len(ways) + 1, name)
+            rows.append({"way": name, **in_new_processes(2, cost_of, name, steps, width, layers)})
+        progress.phase("measuring", len(ways), len(ways) + 1, "hooks")
+        hook_us = in_new_processes(1, hook_cost_us)
+    return {
+        "command": shlex.join(["gsync", *sys.argv[1:]]),
+        **machine.circumstances(),
+        "steps": steps,
+        "layers": layers,
+        "width": width,
+        "hook_us": hook_us,
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(reducer)

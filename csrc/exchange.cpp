@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "payload_memory.h"
+#include "range.h"
 
 namespace gsync {
 namespace {
@@ -89,7 +90,10 @@ class ScatterGather final : public Exchange {
     std::vector<const uint8_t*> chunks;
     chunks.reserve(world_size_);
     for (int64_t rank = 0; rank < world_size_; ++rank) chunks.push_back(bytes_of(buffers.received) + rank * chunk_bytes);
-    reduce(layout, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream, reduce_encode);
+    {
+      const Range range("gsync::reduce");
+      reduce(layout, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream, reduce_encode);
+    }
     // The payload has been sent, so its memory takes the result.
     return transport_->all_gather(payload, first(buffers.reduced, chunk_bytes));
   }

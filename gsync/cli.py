@@ -1,4 +1,4 @@
-"""The command `gsync`: `gsync bench`, `gsync bench kernels`, `gsync bench error`, `gsync bench convergence`, `gsync doctor`.
+"""The command `gsync`: `gsync bench` with `kernels`, `reducer`, `error` and `convergence` below it, and `gsync doctor`.
 
 The core of gsync does without what this needs (typer, rich): without them it says how to get them.
 """

@@ -131,7 +131,8 @@ class _Core:
                 chunks = list(current.received.view(self.world_size, -1).unbind())
                 reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
                 encoding = current.encoding("reduce", self.rounding, self.rank, self._measures(step))
-                self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
+                with _range("gsync::reduce"):
+                    self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
                 self.lanes.all_gather(current.payload, reduced).wait()
             self._add("exchange", current)
             current.make_missing()
