@@ -61,12 +61,15 @@ def read_model(module: torch.nn.Module, config: SyncConfig) -> Model:
     """Reads the parameters of a module (not of its DDP wrapper), leaving out those that DDP was told to ignore.
 
     Raises:
-        ValueError: no parameter to train, an unsupported dtype or device, more than one device, a parameter without a codec, or
-            a pattern of codec or exempt without a parameter.
+        ValueError: no parameter to train, one without a shape, an unsupported dtype or device, more than one device, a parameter
+            without a codec, or a pattern of codec or exempt without a parameter.
         TypeError: a parameter is of a tensor subclass with a life of its own, such as DTensor.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+    for name, param in named:
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet; call the module once before it is synchronised")
     trained = [(name, param) for name, param in named if param.requires_grad]
     if not trained:
         raise ValueError(f"the model ({type(module).__name__}) has no parameter that requires a gradient: nothing to synchronise")

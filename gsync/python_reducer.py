@@ -5,6 +5,7 @@ A hook in Python costs about 2 µs for each parameter in autograd's thread.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -188,6 +189,7 @@ class PythonReducer:
             self._mark(idx)
 
     def _note_task(self) -> None:
+        _refuse_compiled_autograd()
         task = torch._C._current_graph_task_id()
         known = self._tasks.get(task)
         if known is not None and known() is not None:
@@ -332,6 +334,15 @@ class PythonReducer:
         self._engine.wait_for_buckets()
         self._in_flight = []
         self._engine.raise_pending()
+
+
+def _refuse_compiled_autograd() -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise GsyncError(
+            "gsync.GradReducer does not work under compiled autograd; torch.compile of the model works without "
+            "torch._dynamo.config.compiled_autograd"
+        )
 
 
 def _uses(gradient: torch.Tensor) -> int:
