@@ -2,6 +2,7 @@
 # make bench   setup, then the main job on two local processes
 # make test    setup, then the tests
 # make lint    setup, then ruff, clang-format, mypy
+# make gpu     on a machine with an NVIDIA GPU: builds for it, runs the tests that need it, measures; with PYTHON's torch, no .venv
 # make clean   removes what was built (.venv stays; make distclean removes it too)
 #
 # TORCH="torch==2.13.0"  another torch than the newest that gsync supports. The environment remembers it.
@@ -22,7 +23,7 @@ TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 BUILT := $(VENV)/.built
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: setup bench test lint clean distclean
+.PHONY: setup bench test lint gpu clean distclean
 
 setup: $(BUILT)
 
@@ -55,6 +56,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
+
+gpu:
+	@$(PYTHON) tests/gpu_lane.py
 
 clean:
 	rm -rf build dist *.egg-info gsync/_build_info.py gsync/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
