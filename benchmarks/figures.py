@@ -20,6 +20,7 @@ _FAMILIES = {"ddp": GREY, "gsync": BLUE, "reducer": PINK}
 _STAGES = {
     "forward": ("#DDDDDD", ""),
     "backward": (GREY, ""),
+    "wait": (RED, "...."),
     "optimizer": ("#DDDDDD", ""),
     "pack": (ORANGE, "////"),
     "exchange": (SKY, ""),

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import checks, network, one_step, timing
+from gsync import _native
+
+from . import checks, explain, network, one_step, timing
 from .options import Options
 from .progress import Progress
 from .reduced import Reduced
@@ -46,7 +48,6 @@ class Contender:
     backward_ms: list[float] = field(default_factory=list)
     link_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    one_step: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Job:
@@ -79,9 +80,12 @@ class Job:
                 one.armed.reset()
             self._train(racing, self.options.warmup, self.options.num_steps, measured=True)
             self._check_weights(racing)
+            results = self._results(rivals, contenders)
+            rows = {rival.label: row for rival, row in zip(rivals, results["rows"], strict=True)}
+            self._explain(racing, rows)
             if self.options.report:
-                self._look_at_one_step(racing)
-            return self._results(rivals, contenders)
+                self._look_at_one_step(racing, rows)
+            return results
         finally:
             for one in contenders:
                 one.armed.close()
@@ -221,22 +225,6 @@ class Job:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _look_at_one_step(self, contenders: list[Contender]) -> None:
-        """One step of each rival under the profiler, on rank 0."""
-        batch = self._batch(self.options.warmup + self.options.num_steps)
-        for idx, one in enumerate(contenders[1:]):
-            assert one.rival is not None
-            self.progress.phase("looking", idx, len(contenders) - 1, one.rival.label)
-            forward = functools.partial(self._loss, one.model, batch)
-            step = functools.partial(one_step.run_step, forward, one.optimizer)
-            for _ in range(2):  # the profiler is slow the first time
-                self._start_together()
-                if self.rank == 0:
-                    one.one_step = one_step.look_at(step, self.device.type == "cuda")
-                else:
-                    step()
-        self._start_together()
-
     # 4. Results
 
     def _results(self, rivals: list[Rival], contenders: list[Contender]) -> dict[str, Any]:
@@ -277,8 +265,6 @@ class Job:
             "train_losses": one.losses,
             "stats": one.armed.stats(),
         }
-        if one.one_step:
-            row["one_step"] = one.one_step
         if own["link_bytes"]:
             row["link_bytes"] = timing.percentile(own["link_bytes"], 0.5)
             if stock["link_bytes"]:
@@ -300,3 +286,46 @@ class Job:
         ranks: list[dict[str, Any]] = [{}] * self.world_size
         dist.all_gather_object(ranks, mine)
         return {name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)] for name in mine}
+
+    # 5. Look closer: a few more steps, after everything has been measured
+
+    def _explain(self, contenders: list[Contender], rows: dict[str, dict[str, Any]]) -> None:
+        """A few steps of each of gsync's rivals under its own timeline."""
+        batch = self._batch(self.options.warmup + self.options.num_steps)
+        traced = [one for one in contenders[1:] if one.armed.trace is not None]
+        for idx, one in enumerate(traced):
+            assert one.rival is not None and one.armed.trace is not None
+            self.progress.phase("tracing", idx, len(traced), one.rival.label)
+            one.model.train()
+            self._start_together()
+            step = functools.partial(self._backward, one, batch)
+            explained = explain.trace_steps(one.armed.trace, step, one.optimizer.step, self.rank)
+            if explained:
+                row = rows[one.rival.label]
+                counted = self._cost_of_counting(row["stats"])
+                row["explained"] = explained | {"counting_share": counted / row["step_ms"]["median"]}
+        self._start_together()
+
+    def _cost_of_counting(self, stats: dict[str, Any]) -> float:
+        """What taking the times of a step's buckets costs, in ms: on the host, by the engine in C++."""
+        native = _native.C
+        if native is None:
+            return 0.0
+        return 1e3 * min(native.cost_of_clock(1000) for _ in range(5)) / 1000 * stats["buckets"] / max(1, stats["steps"])
+
+    def _look_at_one_step(self, contenders: list[Contender], rows: dict[str, dict[str, Any]]) -> None:
+        """One step of each rival under the profiler, on rank 0."""
+        batch = self._batch(self.options.warmup + self.options.num_steps)
+        for idx, one in enumerate(contenders[1:]):
+            assert one.rival is not None
+            self.progress.phase("looking", idx, len(contenders) - 1, one.rival.label)
+            forward = functools.partial(self._loss, one.model, batch)
+            step = functools.partial(one_step.run_step, forward, one.optimizer)
+            one.model.train()
+            for _ in range(2):  # the profiler is slow the first time
+                self._start_together()
+                if self.rank == 0:
+                    rows[one.rival.label]["one_step"] = one_step.look_at(step, self.device.type == "cuda")
+                else:
+                    step()
+        self._start_together()

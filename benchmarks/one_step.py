@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-COMPUTE = ("forward", "backward", "optimizer")
+COMPUTE = ("forward", "backward", "wait", "optimizer")
+_NODE = "autograd::engine::evaluate_function"
 _STAGES = {"gsync::pack": "pack", "gsync::exchange": "exchange", "gsync::unpack": "unpack"}
 
 
@@ -27,8 +28,9 @@ def run_step(forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimiz
 def look_at(step: Callable[[], None], with_cuda: bool) -> list[dict[str, Any]]:
     """Run `step` once under the profiler and return its spans: what, begin_ms and end_ms from the begin of the step.
 
-    `what` is one of COMPUTE, "pack", "exchange" or "unpack". The collectives of torch's process groups are exchanges; for those
-    of an engine of gsync's its own span stands. The profiler makes the step a little longer.
+    `what` is one of COMPUTE, "pack", "exchange" or "unpack". "backward" ends with the last node of autograd's graph, "wait" with
+    the backward pass. The collectives of torch's process groups are exchanges; for those of an engine of gsync's its own span
+    stands. The profiler makes the step a little longer.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_cuda else [])]
     with profile(activities=activities) as profiler:
@@ -44,4 +46,9 @@ def look_at(step: Callable[[], None], with_cuda: bool) -> list[dict[str, Any]]:
             what = "exchange"
         if what:
             spans.append({"what": what, "begin_ms": (start - begin) / 1e3, "end_ms": (end - begin) / 1e3})
+    computed = max((end - begin for name, _, end in events if name.startswith(_NODE)), default=None)
+    backward = next((span for span in spans if span["what"] == "backward"), None)
+    if backward is not None and computed is not None and backward["begin_ms"] < computed / 1e3 < backward["end_ms"]:
+        spans.append({"what": "wait", "begin_ms": computed / 1e3, "end_ms": backward["end_ms"]})
+        backward["end_ms"] = computed / 1e3
     return sorted(spans, key=lambda span: (span["begin_ms"], span["end_ms"]))

@@ -109,6 +109,7 @@ class Armed:
         reset: forgets the steps so far.
         stats: () -> gsync's own numbers since `reset`, {} for the others.
         close: takes the hook's resources back.
+        trace: gsync's; None for the others.
     """
 
     wire_bytes: Callable[[], float]
@@ -116,6 +117,7 @@ class Armed:
     reset: Callable[[], None] = lambda: None
     stats: Callable[[], dict[str, Any]] = dict
     close: Callable[[], None] = lambda: None
+    trace: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,6 @@ def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any], family: s
             stats = sync.stats()
             return stats.wire_bytes / max(1, stats.steps)
 
-        return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close)
+        return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close, sync.trace)
 
     return Rival(family, f"{codec} {exchange}", arm, gsync_bound(codec, exchange, fields))

@@ -138,6 +138,22 @@ Trace HostClock::take_trace() {
   return trace;
 }
 
+double cost_of_clock(int64_t num_buckets) {
+  HostClock clock;
+  const c10::Stream none(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
+  const auto begin = Clock::now();
+  for (int64_t i = 0; i < num_buckets; ++i) {
+    const SpanOf of{i, 0, 0};
+    clock.ready(of, /*is_last=*/true, none);
+    for (const Phase phase : {Phase::kPack, Phase::kExchange, Phase::kUnpack}) {
+      clock.begin(phase, of);
+      clock.end(phase, of);
+    }
+    clock.done(of, /*is_last=*/true);
+  }
+  return 1e-3 * ms_since(begin, Clock::now());
+}
+
 // ---- device ----
 
 std::unique_ptr<c10::Event> StreamClock::new_event() {

@@ -116,6 +116,9 @@ class HostClock final : public PhaseClock {
   std::vector<TraceSpan> open_spans_;  // of the trace: begun, not ended
 };
 
+/// What counting `num_buckets` buckets of one slice costs on the host, in s: for the benchmark.
+double cost_of_clock(int64_t num_buckets);
+
 /// Time on a device's stream, from pairs of events that are read once they have passed.
 class StreamClock final : public PhaseClock {
  public:

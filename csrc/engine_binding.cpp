@@ -204,6 +204,9 @@ void bind_engine(py::module_& module) {
            py::arg("min_ctas") = py::none(), py::arg("max_ctas") = py::none(), py::arg("library") = "libnccl.so.2",
            "Collective: every rank makes one, with a store that nobody else uses.");
 
+  module.def("cost_of_clock", &cost_of_clock, py::arg("num_buckets"), no_gil(),
+             "Returns what it costs to take the times of so many buckets, in s.");
+
   const auto live = std::make_shared<LiveEngines>();
   py::module_::import("atexit").attr("register")(py::cpp_function([live] { live->close(); }, no_gil()));
 

@@ -99,6 +99,9 @@ class Engine:
     def set_step(self, step: int) -> None: ...
     def set_seed(self, seed: int) -> None: ...
 
+def cost_of_clock(num_buckets: int) -> float:
+    """Returns what it costs to take the times of so many buckets, in s."""
+
 class GradReducer:
     """Hooks on gradient accumulators that hand buckets to an engine."""
 
