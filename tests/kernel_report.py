@@ -2,9 +2,10 @@
 
     python tests/kernel_report.py cuda [ARCH ...]      csrc/cuda/*.cu through nvcc
     python tests/kernel_report.py triton [ARCH ...]    kernels/*.py through Triton, ahead of time
+    python tests/kernel_report.py budgets              writes tests/kernel_budgets.json: what the CUDA kernels have now
 
-prints one JSON object: {"sm_90": {"pack_kernel<128>": {"registers": 64, "spill_bytes": 0, ...}}}. Tests check it, and the
-table of docs/architecture.md quotes it. Per kernel:
+prints one JSON object: {"sm_90": {"pack_kernel<128>": {"registers": 64, "spill_bytes": 0, ...}}}. Tests check it, and hold
+the CUDA kernels to their budgets; the table of docs/architecture.md quotes it. Per kernel:
 
     registers            of a thread
     spill_bytes          stores and loads of spilled registers
@@ -29,6 +30,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = (80, 90, 100)
 NVCC_FLAGS = ("-std=c++20", "-O3", "--fmad=false")
+BUDGETS = ROOT / "tests" / "kernel_budgets.json"
+# What a kernel should have little of, and much of.
+COSTS, WIDTHS = ("registers", "spill_bytes", "local_bytes", "shared_bytes", "generic"), ("loads_16", "stores_16")
 
 # A bucket's arguments as the launchers pass them. Tensors come from torch's allocators, so their addresses are multiples of 16.
 TRITON_SIGNATURES = {
@@ -102,6 +106,35 @@ def triton_report(archs: tuple[int, ...] = ARCHS) -> dict[str, dict[str, Any]]:
     return report
 
 
+def compare(found: dict[str, dict[str, Any]], budgets: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return what got worse than its budget and what got better; kernels on one side only count as worse."""
+    losses, gains = [], []
+    for arch in sorted(found.keys() | budgets.keys()):
+        has, may = found.get(arch, {}), budgets.get(arch, {})
+        for kernel in sorted(has.keys() | may.keys()):
+            if kernel not in has or kernel not in may:
+                losses.append(f"{arch} {kernel}: {'it is gone' if kernel in may else 'it has no budget'}")
+                continue
+            for name in (*COSTS, *WIDTHS):
+                change = has[kernel][name] - may[kernel][name]
+                if change:
+                    is_loss = change > 0 if name in COSTS else change < 0
+                    text = f"{arch} {kernel}: {name} {has[kernel][name]}, budget {may[kernel][name]}"
+                    (losses if is_loss else gains).append(text)
+    return losses, gains
+
+
+def write_budgets() -> None:
+    """Write what the kernels have now, with the version of the compiler, of which these numbers are a property too."""
+    budgets = {"nvcc": find_toolkit().version, "kernels": cuda_report()}
+    text = json.dumps(budgets, indent=1, sort_keys=True)
+    BUDGETS.write_text(re.sub(r'\{\s+("(?:[a-z_0-9]+)": \d+(?:,\s+"[a-z_0-9]+": \d+)*)\s+\}', _on_one_line, text) + "\n")
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return "{" + " ".join(found.group(1).split()) + "}"
+
+
 def _parse_ptxas(told: str) -> dict[str, dict[str, int]]:
     """Resources by mangled name, from `ptxas -v`."""
     kernels: dict[str, dict[str, int]] = {}
@@ -165,5 +198,8 @@ def _run(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    which = {"cuda": cuda_report, "triton": triton_report}[sys.argv[1]]
-    print(json.dumps(which(tuple(map(int, sys.argv[2:])) or ARCHS), indent=2))
+    if sys.argv[1:] == ["budgets"]:
+        write_budgets()
+    else:
+        which = {"cuda": cuda_report, "triton": triton_report}[sys.argv[1]]
+        print(json.dumps(which(tuple(map(int, sys.argv[2:])) or ARCHS), indent=2))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,6 @@ KERNELS = tuple(f"{operation}_kernel<{capacity}>" for operation in ("pack", "red
 # Of 65,536 a multiprocessor has: four blocks of 256 threads; three of the kernels that keep a tile and its scales in registers.
 MAX_REGISTERS = {"pack_kernel": 64, "reduce_kernel": 64, "unpack_kernel": 64}
 MAX_REGISTERS |= {"block_pack_kernel": 80, "block_reduce_kernel": 80, "block_unpack_kernel": 64}
-# Bytes of stack, not spills, that ptxas 13.0 sets aside where all addresses are in device memory.
-STACK_BYTES = {("sm_100", "block_pack_kernel<0>"): 16}
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,23 @@ def test_block_kernel_fits_its_registers_and_moves_16_bytes(report: dict[str, An
     for capacity in CAPACITIES:
         name = f"block_{operation}_kernel"
         found = report[arch][f"{name}<{capacity}>"]
-        most = STACK_BYTES.get((arch, f"{name}<{capacity}>"), 0)
-        assert found["spill_bytes"] == 0 and found["local_bytes"] <= most, found
+        assert found["spill_bytes"] == 0 and found["local_bytes"] == 0, found
         assert found["registers"] <= MAX_REGISTERS[name], found
         # Gradients in, codes of all ranks in, gradients out: four accesses each at least.
         wide = {"pack": found["loads_16"], "reduce": found["loads_16"], "unpack": found["stores_16"]}
         assert wide[operation] >= 4, found
+
+
+def test_no_kernel_is_worse_than_its_budget(report: dict[str, Any]) -> None:
+    budgets = json.loads(kernel_report.BUDGETS.read_text())
+    assert TOOLKIT is not None
+    if TOOLKIT.version != budgets["nvcc"]:
+        pytest.skip(f"budgets are of nvcc {budgets['nvcc']}, and this is {TOOLKIT.version}")
+    losses, gains = kernel_report.compare(report, budgets["kernels"])
+    how = "python tests/kernel_report.py budgets writes what they have now"
+    assert not losses, "\n".join([*losses, f"if that is meant: {how}"])
+    if gains:
+        warnings.warn("\n".join(["kernels are better than their budgets:", *gains, how]), stacklevel=1)
 
 
 @pytest.mark.parametrize(("num_segments", "capacity"), [(1, 128), (128, 128), (129, 4000), (4000, 4000), (4001, 0), (20000, 0)])

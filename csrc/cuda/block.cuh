@@ -223,10 +223,13 @@ __device__ __forceinline__ void find_scales(const Values<kGroup>& x, int block_s
   }
   // The divisions: lane l does those of group l mod kGroups, whose block its neighbours share.
   const int lane = threadIdx.x % kWarpSize;
-  uint32_t mine = absmax[0];
+  // Chosen by the bits of the lane: a chain of comparisons became an array in local memory on sm_100.
 #pragma unroll
-  for (int i = 1; i < kGroups; ++i) mine = lane % kGroups == i ? absmax[i] : mine;
-  const BlockScale scale = Format::scale_of(mine);
+  for (int span = 1; span < kGroups; span *= 2) {
+#pragma unroll
+    for (int i = 0; i < kGroups; i += 2 * span) absmax[i] = (lane & span) != 0 ? absmax[i + span] : absmax[i];
+  }
+  const BlockScale scale = Format::scale_of(absmax[0]);
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
     const int source = lane / kGroups * kGroups + i;
