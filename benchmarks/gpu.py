@@ -77,7 +77,8 @@ def kernel_lines(
             if not case.family.startswith("gsync"):
                 continue
             operation = case.name.removesuffix(" native")
-            line: dict[str, Any] = {"what": "kernel", "operation": operation, "codec": case.family.removeprefix("gsync "), "size_mb": size_mb}
+            codec = case.family.removeprefix("gsync ")
+            line: dict[str, Any] = {"what": "kernel", "operation": operation, "codec": codec, "size_mb": size_mb}
             if case.wrong:
                 yield line | {"wrong": case.wrong}
                 continue
