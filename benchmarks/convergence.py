@@ -212,15 +212,17 @@ def convergence(
     try:
         if picture:
             convergence_report.check_picture(picture)
-        results = run(model, codec, ranks, seeds, steps, quick, processes, quiet)
         if json:
-            report.write_json(results, json)
+            report.check_file(json)
+        results = run(model, codec, ranks, seeds, steps, quick, processes, quiet)
         if picture:
             convergence_report.draw(results, picture)
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as problem:
         print(f"gsync bench convergence: {problem}", file=sys.stderr)
         raise typer.Exit(_WRONG_USE) from None
     convergence_report.print_table(results)
+    if not report.save(results, json, "gsync bench convergence"):
+        raise typer.Exit(_WRONG_USE)
     raise typer.Exit(_ABOVE_LIMIT if is_above_limit(results) else 0)
 
 

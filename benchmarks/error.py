@@ -161,13 +161,15 @@ def error(
 ) -> None:
     """Measure what every codec loses: in one mean, in a sum with error feedback, and in the mean of stochastic rounding."""
     try:
-        results = _run(codec, ranks, numel, threads, quiet)
         if json:
-            report.write_json(results, json)
+            report.check_file(json)
+        results = _run(codec, ranks, numel, threads, quiet)
     except (ValueError, TypeError, OSError) as problem:
         print(f"gsync bench error: {problem}", file=sys.stderr)
         raise typer.Exit(_WRONG_USE) from None
     print_table(results)
+    if not report.save(results, json, "gsync bench error"):
+        raise typer.Exit(_WRONG_USE)
     raise typer.Exit(_ABOVE_LIMIT if any(row["above"] for row in results["rows"]) else 0)
 
 

@@ -275,13 +275,15 @@ def kernels(
 ) -> None:
     """Time pack, reduce and unpack alone, in GB/s, against a plain copy and torch's own hooks."""
     try:
-        results = _run(size_mb, segments, world_size, codec, backend, device, threads, repeats, quiet)
         if json:
-            report.write_json(results, json)
+            report.check_file(json)
+        results = _run(size_mb, segments, world_size, codec, backend, device, threads, repeats, quiet)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"gsync bench kernels: {error}", file=sys.stderr)
         raise typer.Exit(_WRONG_USE) from None
     print_table(results)
+    if not report.save(results, json, "gsync bench kernels"):
+        raise typer.Exit(_WRONG_USE)
     raise typer.Exit(_WRONG_RESULT if any("wrong" in row for row in results["rows"]) else 0)
 
 

@@ -51,6 +51,8 @@ def run_locally(options: Options) -> int:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             address, port = "127.0.0.1", store.port
         ranks = []
+        if not options.quiet and sys.stderr.isatty():  # the first rank's bar takes this line, once torch is there
+            print(f"starting {num_hosts * per_host} ranks", end="\r", file=sys.stderr, flush=True)
         for rank in range(num_hosts * per_host):
             ranks.append(_Rank(options, place, rank, num_hosts, per_host, address, port))
             stack.callback(ranks[-1].kill)

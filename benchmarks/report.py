@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def write_json(results: dict[str, Any], path: str) -> None:
     text = json.dumps(_finite(results), indent=1, allow_nan=False)
     text = re.sub(r'\[[^][{}"]*\]', lambda numbers: " ".join(numbers.group().split()), text)
     Path(path).write_text(text + "\n")
+
+
+def save(results: dict[str, Any], path: str | None, command: str) -> bool:
+    """Write `results` to `path`, if there is one, or say on standard error why not; return whether all is well."""
+    try:
+        if path:
+            write_json(results, path)
+    except OSError as error:  # a full disk, a folder that has gone
+        print(f"{command}: {path} was not written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
 
 
 def check_file(path: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
-from gsync.benchmarks import page, worker
+from gsync.benchmarks import page, report, worker
 from gsync.benchmarks.explain import explain
 from gsync.benchmarks.options import Options
 
@@ -209,12 +209,15 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(place: str
     assert outcome.exit_code == 2 and f"--report {tmp_path / place}: {message}" in outcome.output, outcome.output
 
 
+@pytest.mark.parametrize(
+    "command", [[], ["kernels"], ["error"], ["convergence"]], ids=["bench", "kernels", "error", "convergence"]
+)
 @pytest.mark.parametrize(("place", "message"), [("nowhere/a.json", "there is no folder"), (".", "is a folder")])
-def test_a_file_that_cannot_be_written_is_told_before_anything_runs(place: str, message: str, tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(command: list[str], place: str, message: str, tmp_path: Path):
     from gsync.benchmarks.ddp import make_app
     from typer.testing import CliRunner
 
-    outcome = CliRunner().invoke(make_app(), ["--json", f"{tmp_path}/{place}"])
+    outcome = CliRunner().invoke(make_app(), [*command, "--json", f"{tmp_path}/{place}"])
     assert outcome.exit_code == 2 and "--json" in outcome.output and message in outcome.output, outcome.output
 
 
@@ -232,6 +235,8 @@ def test_what_cannot_be_written_in_the_end_is_told_and_the_rest_is_written(tmp_p
     assert f"gsync bench: {tmp_path / 'report'} was not written: Is a directory" in capsys.readouterr().err
     assert json.loads((tmp_path / "a.json").read_text())["model"] == "mlp"
     assert not (tmp_path / "report" / "index.html").exists()
+    assert not report.save(results(), str(tmp_path / "report"), "gsync bench kernels")
+    assert "gsync bench kernels: " in capsys.readouterr().err
 
 
 def test_parts_of_a_step_are_read_from_a_timeline():

@@ -32,6 +32,11 @@ def test_help_describes_every_command(command: list[str]) -> None:
             assert flag in done.stdout
 
 
+def test_shells_can_complete_it() -> None:
+    done = run([*GSYNC], _GSYNC_COMPLETE="complete_bash", COMP_WORDS="gsync be", COMP_CWORD="1")
+    assert done.returncode == 0 and done.stdout.split() == ["bench"], done.stderr
+
+
 def test_unknown_commands_are_refused() -> None:
     done = run([*GSYNC, "bunch"])
     assert done.returncode == 2 and "bunch" in done.stderr
