@@ -165,6 +165,7 @@ std::unique_ptr<c10::Event> StreamClock::new_event() {
 
 void StreamClock::ready(const SpanOf& /*of*/, bool is_last, const c10::Stream& producer) {
   std::lock_guard<std::mutex> lock(mutex_);
+  resolve();  // which buckets have ended
   count_hand_over();
   if (is_last || tracing_) begin_on(Phase::kBucket, producer);
 }
