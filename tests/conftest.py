@@ -21,7 +21,10 @@ if not HAS_GPU:
 from gsync import _native  # noqa: E402
 
 # The short lane (-m quick), run under more than one torch: what depends on torch's interfaces, and is done in a few minutes.
-QUICK_MODULES = ("test_config", "test_layout", "test_ops_*", "test_engine*", "test_ddp_*", "test_packaging*", "test_cli")
+QUICK_MODULES = (
+    *("test_config", "test_layout", "test_engine*", "test_ddp_*", "test_reducer_values", "test_packaging*", "test_cli"),
+    *("test_ops_checks", "test_ops_cpu", "test_ops_registration", "test_ops_tensors"),
+)
 
 hypothesis.settings.register_profile("gsync", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("gsync")
