@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from . import _native, reference
 from .encoding import NEAREST, EncodeOptions
+from .errors import GsyncError, GsyncWarning
 from .layout import Layout, Segment, build_layout
 
 BACKEND_NAMES = ("auto", "native", "triton", "reference")
@@ -142,14 +145,14 @@ def resolve(name: str, device: torch.device) -> str:
 
     Raises:
         ValueError: unknown name, or a backend that cannot serve the device.
-        GsyncError: `native` without the extension.
+        GsyncError: `native` without the extension, `triton` with a version of Triton that the kernels do not work with.
     """
     if name not in BACKEND_NAMES:
         raise ValueError(f"backend={name!r}: expected one of {', '.join(BACKEND_NAMES)}")
     if name == "auto":
         if _has_native(device.type):
             return "native"
-        return "triton" if device.type == "cuda" and _has_triton() else "reference"
+        return "triton" if device.type == "cuda" and _takes_triton() else "reference"
     if name == "native":
         _native.require('backend="native"')
         if not _has_native(device.type):
@@ -157,6 +160,8 @@ def resolve(name: str, device: torch.device) -> str:
     if name == "triton":
         if not _has_triton():
             raise ValueError("backend='triton': Triton is not installed; pip install triton, or use 'auto'")
+        if problem := _triton_problem():
+            raise GsyncError(f"backend='triton': {problem}")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"backend='triton': tensors on {device.type}, expected cuda (TRITON_INTERPRET=1, set before the start, runs "
@@ -181,6 +186,27 @@ def _has_native(device_type: str) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _triton_problem() -> str:
+    """Why the kernels cannot be used with the Triton that is installed, or "": one older or newer lacks what they use."""
+    try:
+        importlib.import_module("gsync.kernels.backend")
+    except Exception as error:
+        version = getattr(sys.modules.get("triton"), "__version__", "of unknown version")
+        return f"Triton {version} does not work with gsync: {type(error).__name__}: {error}"
+    return ""
+
+
+@functools.cache
+def _takes_triton() -> bool:
+    """Whether `auto` takes Triton on a GPU without kernels in C++; warns once where it is installed and does not work."""
+    if not _has_triton():
+        return False
+    if problem := _triton_problem():
+        warnings.warn(f"{problem}; the reference backend computes instead, which is slower", GsyncWarning, stacklevel=2)
+    return not problem
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 An engine on a CPU moves its bytes over two private Gloo groups (lanes), so that nothing the program does on its own groups can
 get between gsync's collectives, and the order within each lane does not depend on timing. Their keys in the group's store are
-``gsync/<group>/<engine>/<generation>``: engines are counted in the order in which they are made, `reset()` raises the
-generation, since a Gloo group is dead after a time-out. Groups are not kept for later engines: ranks need not close theirs in
-one order.
+``gsync/<group>/<engine>/<session>/<generation>``: engines are counted in the order in which they are made, the session tells this
+run's keys from those of a run before a restart (gsync/session.py), `reset()` raises the generation, since a Gloo group is dead
+after a time-out. Groups are not kept for later engines: ranks need not close theirs in one order.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import GsyncError, SyncError, SyncTimeoutError
+from .session import open_session
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo, for backends that do not tell theirs
 
@@ -64,15 +65,28 @@ class Meeting:
         _engines_made[group] = engine + 1
         store = dist.distributed_c10d._get_process_group_store(group)
         self._store = dist.PrefixStore(f"gsync/{group.group_name}/{engine}", store)
+        self._session: str | None = None
 
     def store(self, generation: int | str) -> Any:
-        """Keys of one generation of the engine, or of a part of it."""
-        return dist.PrefixStore(str(generation), self._store)
+        """Keys of one generation of the engine, or of a part of it. The first call waits for the other ranks."""
+        if self._session is None:
+            try:
+                self._session = open_session(
+                    self._store,
+                    self.rank,
+                    self.size,
+                    self.timeout_s,
+                    lambda key: self._wait(self._store, key, "rank 0"),
+                    lambda rank: self._late(f"rank {rank}"),
+                )
+            except RuntimeError as error:
+                raise self._broken(error) from error
+        return dist.PrefixStore(f"{self._session}/{generation}", self._store)
 
     def agree(self, description: Mapping[str, Any], generation: int | str = 0) -> None:
         """Returns when every rank has come with the same description.
 
-        Costs three keys of the store for each rank and no collective.
+        Costs a few keys of the store for each rank and no collective.
 
         Args:
             description: plain values. Entries that are lists are compared item by item, so that the message is short.
@@ -94,7 +108,7 @@ class Meeting:
             verdict = "; ".join(f"rank {rank}: {answer}" for rank, answer in answers.items() if answer)
             store.set("verdict", verdict or "same")
         else:
-            theirs = json.loads(zlib.decompress(self._wait(store, "description", "rank 0")))
+            theirs = json.loads(zlib.decompress(self._wait(store, "description", "rank 0, or a rank it waits for,")))
             store.set(f"answer/{self.rank}", _first_difference(json.loads(mine), theirs))
             verdict = self._wait(store, "verdict", "rank 0, or a rank it waits for,").decode()
             verdict = "" if verdict == "same" else verdict
@@ -136,11 +150,19 @@ class Meeting:
             return store.get(key)
         except RuntimeError as error:
             if time.monotonic() - started < 0.9 * self.timeout_s:
-                raise SyncError(f"gsync: rank {self.rank}: the store of the process group failed: {error}") from error
-            raise SyncTimeoutError(
-                f"gsync: rank {self.rank} waited {self.timeout_s:g} s for {who} to start synchronising; "
-                "it is late, has died, or runs another model"
-            ) from error
+                raise self._broken(error) from error
+            raise self._late(who) from error
+
+    def _late(self, who: str) -> SyncTimeoutError:
+        return SyncTimeoutError(
+            f"gsync: rank {self.rank} waited {self.timeout_s:g} s for {who} to start synchronising; "
+            "it is late, has died, or runs another model"
+        )
+
+    def _broken(self, error: RuntimeError) -> SyncError:
+        if isinstance(error, SyncError):
+            return error
+        return SyncError(f"gsync: rank {self.rank}: the store of the process group failed: {error}")
 
 
 def as_sync_error(what: str, error: BaseException) -> SyncError:

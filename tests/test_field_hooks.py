@@ -208,5 +208,5 @@ def _uninitialised(rank, world_size, backend):
 
 @engines
 def test_parameters_that_have_no_shape_yet_are_named(backend):
-    """Case 71. What cannot be registered is refused at once."""
+    """Case 39. A lazy module before its first call is refused by the parameter's name."""
     run_on_ranks(_uninitialised, 1, args=(backend,))
