@@ -3,6 +3,7 @@
 # make test    setup, then the tests
 # make lint    setup, then ruff, clang-format, mypy
 # make gpu     on a machine with an NVIDIA GPU: builds for it, runs the tests that need it, measures; with PYTHON's torch, no .venv
+# make coverage  setup, then which lines of csrc the tests run (docs/testing.md)
 # make clean   removes what was built (.venv stays; make distclean removes it too)
 #
 # TORCH="torch==2.13.0"  another torch than the newest that gsync supports. The environment remembers it.
@@ -23,7 +24,7 @@ TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 BUILT := $(VENV)/.built
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: setup bench test lint gpu clean distclean
+.PHONY: setup bench test lint gpu coverage clean distclean
 
 setup: $(BUILT)
 
@@ -59,6 +60,9 @@ lint: setup
 
 gpu:
 	@$(PYTHON) tests/gpu_lane.py
+
+coverage: setup
+	$(BIN)/python tests/coverage_report.py
 
 clean:
 	rm -rf build dist *.egg-info gsync/_build_info.py gsync/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

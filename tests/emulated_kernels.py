@@ -122,15 +122,21 @@ def _run(command: Sequence[str]) -> None:
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
 
 
-def run_sanitized(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run `python arguments` in a process that may load the library with sanitizers."""
-    build(sanitized=True)
+@functools.cache
+def sanitizer_runtime() -> tuple[str, ...]:
+    """What a process with sanitizers has to load first; () if the compiler has no AddressSanitizer of GCC's kind."""
     compiler = _build_plan().find_compiler()[0]
-    runtime = [
+    found = [
         subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libstdc++.so.6")  # without the second, a C++ exception ends the process
     ]
-    environment = dict(os.environ, LD_PRELOAD=" ".join(runtime), UBSAN_OPTIONS="print_stacktrace=1")
+    return tuple(found) if all(Path(name).is_absolute() for name in found) else ()
+
+
+def run_sanitized(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run `python arguments` in a process that may load the library with sanitizers."""
+    build(sanitized=True)
+    environment = dict(os.environ, LD_PRELOAD=" ".join(sanitizer_runtime()), UBSAN_OPTIONS="print_stacktrace=1")
     # Python frees little when it ends. Fibers have stacks of their own.
     environment["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=0"
     command = [sys.executable, *arguments]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -284,9 +285,21 @@ def _work(connection: Connection) -> None:
             gc.collect()  # models lie in cycles with their engines, whose threads and connections the next calls would pay for
             if dist.is_initialized():
                 dist.destroy_process_group()
+        _keep_coverage()
         connection.send_bytes(answer)
         if not call["keep"]:
             return
+
+
+def _keep_coverage() -> None:
+    """Writes what gcov has counted in a build for tests/coverage_report.py; workers are killed before they could."""
+    if os.environ.get("GSYNC_COVERAGE"):
+        from gsync import _native
+
+        if _native.C is not None:
+            library = ctypes.CDLL(_native.C.__file__)
+            library.__gcov_dump()
+            library.__gcov_reset()
 
 
 def _end_with_parent() -> None:

@@ -21,6 +21,9 @@ from gsync.layout import CODEC_KINDS, Segment, hash64
 CPU = torch.device("cpu")
 SCHEDULES = tuple(itertools.product(ORDERS, PATTERNS))
 pytestmark = pytest.mark.skipif(bool(emulated_kernels.why_not()), reason=emulated_kernels.why_not() or "they run")
+needs_sanitizers = pytest.mark.skipif(
+    not emulated_kernels.why_not() and not emulated_kernels.sanitizer_runtime(), reason="the compiler has no libasan"
+)
 MIXED = {
     "dtypes": [DTYPES[i % 4] for i in range(len(NUMELS))],
     "codecs": [CODECS[i // 2 % 3] for i in range(len(NUMELS))],
@@ -222,6 +225,7 @@ print("clean")
 """
 
 
+@needs_sanitizers
 @pytest.mark.parametrize(
     ("name", "offset", "words"), [("aligned", 4, "misaligned address"), ("bounded", 0, "heap-buffer-overflow")]
 )
@@ -257,6 +261,7 @@ def sanitized_cases() -> None:
         backend.unpack(layout, payload, written, partials, torch.zeros(1, dtype=torch.int32), torch.zeros(num_segments).double())
 
 
+@needs_sanitizers
 def test_kernels_are_clean_under_sanitizers() -> None:
     script = "import test_emulated_kernels as t; t.sanitized_cases(); print('clean')"
     done = emulated_kernels.run_sanitized(["-c", script], timeout_s=240)
