@@ -64,7 +64,7 @@ def main(tests: Sequence[str]) -> int:
     for counters in tree.rglob("*.gcda"):
         counters.unlink()
     files = tests or [str(file.name) for pattern in TESTS for file in sorted((tree / "tests").glob(f"{pattern}.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", *files]
     code = subprocess.run(command, env=environment, cwd=tree / "tests", check=False).returncode
     print_table(lines_run(tree.rglob("*.gcda"), tree))
     return code
