@@ -94,12 +94,19 @@ std::shared_ptr<Collective> C10dTransport::under_way(c10::intrusive_ptr<c10d::Wo
   return std::make_shared<HostCollective>(std::move(work), wake());
 }
 
+// Gloo ends its record of a collective in a thread of its own after it has told of the result, by when a profiler may have been
+// stopped and its memory given back. Flow's own range stands for the collective.
+at::RecordFunctionGuard C10dTransport::hide_from_profilers() const {
+  return at::RecordFunctionGuard(at::isRecordFunctionEnabled() && !any_thread());
+}
+
 std::shared_ptr<std::function<void()>> C10dTransport::wake() {
   std::lock_guard<std::mutex> lock(mutex_);
   return wake_;
 }
 
 std::shared_ptr<Collective> C10dTransport::all_reduce(const at::Tensor& payload) {
+  const at::RecordFunctionGuard unseen = hide_from_profilers();
   std::vector<at::Tensor> tensors{payload};
   return under_way(lane(0)->allreduce(tensors, with_timeout<c10d::AllreduceOptions>(timeout_)), payload);
 }
@@ -123,6 +130,7 @@ std::shared_ptr<Collective> C10dTransport::all_gather(const at::Tensor& out, con
 }
 
 std::shared_ptr<Collective> C10dTransport::all_reduce_sparse(const at::Tensor& gradient) {
+  const at::RecordFunctionGuard unseen = hide_from_profilers();
   std::vector<at::Tensor> tensors{gradient};
   const auto options = with_timeout<c10d::AllreduceOptions>(timeout_);
   // Only Gloo's all_reduce takes a sparse tensor; NCCL's process group has an entry of its own.

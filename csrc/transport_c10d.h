@@ -2,6 +2,8 @@
 // all_gather are made of sends and receives (peer_lane.h).
 #pragma once
 
+#include <ATen/record_function.h>
+
 #include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -39,6 +41,7 @@ class C10dTransport final : public Transport {
   c10::intrusive_ptr<c10d::Backend> lane(int idx);
   std::shared_ptr<Collective> under_way(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor);
   std::shared_ptr<std::function<void()>> wake();
+  at::RecordFunctionGuard hide_from_profilers() const;
 
   std::mutex mutex_;  // guards lanes_ and wake_
   c10::intrusive_ptr<c10d::Backend> lanes_[2];
