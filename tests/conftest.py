@@ -22,8 +22,8 @@ from gsync import _native  # noqa: E402
 
 # The short lane (-m quick), run under more than one torch: what depends on torch's interfaces, and is done in a few minutes.
 QUICK_MODULES = (
-    *("test_config", "test_layout", "test_engine*", "test_ddp_*", "test_reducer_values", "test_packaging*", "test_cli"),
-    *("test_ops_checks", "test_ops_cpu", "test_ops_registration", "test_ops_tensors"),
+    *("test_config", "test_layout", "test_ops_checks", "test_ops_cpu", "test_ops_registration", "test_packaging*", "test_cli"),
+    *("test_engine_values", "test_engine_buckets", "test_engine_caller", "test_ddp_*", "test_reducer_values"),
 )
 
 hypothesis.settings.register_profile("gsync", deadline=None, derandomize=True, print_blob=True)
