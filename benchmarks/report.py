@@ -102,7 +102,7 @@ def print_table(results: dict[str, Any]) -> None:
     if link:
         columns.insert(5, (f"link {wire_unit}", lambda row: number(row["link_bytes"] / wire) if "link_bytes" in row else "-"))
     if digits:
-        last = [("loss", lambda row: f"{row['loss']:.3f}"), ("acc", lambda row: f"{row['accuracy']:.1f}")]
+        last = [("loss", lambda row: f"{row['loss']:.2f}"), ("acc", lambda row: f"{row['accuracy']:.1f}")]
     out.print(_headline(results))
     out.print(_table(rows, columns + ([] if link else last), notes))
     if link and last:

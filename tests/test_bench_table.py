@@ -11,7 +11,7 @@ from gsync import config
 
 
 def _row(rival: rivals.Rival, link: bool) -> dict[str, Any]:
-    summary = {"median": 1234.5, "p10": 1100.4, "p90": 1344.6} if link else {"median": 123.5, "p10": 110.4, "p90": 134.6}
+    summary = {"median": 1234.5, "p10": 1100.4, "p90": 1344.6} if link else {"median": 24.25, "p10": 17.12, "p90": 61.34}
     row = {
         "family": rival.family,
         "name": rival.name,
