@@ -86,7 +86,7 @@ def cost_of(way: str, steps: int, width: int, layers: int) -> dict[str, float]:
     """
     _arm(nn.Linear(64, 64), way)[0](torch.randn(4, 64)).sum().backward()  # imports, connections
     torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    module = _build(width, layers)
     numel = sum(parameter.numel() for parameter in module.parameters())
     _peak(module, width, _WARMUP)
     alone = _peak(module, width, _WARMUP)
@@ -94,7 +94,7 @@ def cost_of(way: str, steps: int, width: int, layers: int) -> dict[str, float]:
     _peak(model, width, _WARMUP)
     halves = [_peak(model, width, steps // 2) for _ in range(2)]
     counted = traffic.count(
-        _backward(model, width), _backward(_twin(width, layers), width), 4 * numel, _payload_bytes(sync) if sync else 0, 2
+        _backward(model, width), _backward(_build(width, layers), width), 4 * numel, _payload_bytes(sync) if sync else 0, 2
     )
     return {
         "memory": (max(halves) - alone) / (4 * numel),
@@ -114,7 +114,7 @@ def _arm(module: nn.Module, way: str) -> tuple[nn.Module, Any]:
     return model, gsync.register(model, codec=way.split()[1]) if way.startswith("gsync") else None
 
 
-def _twin(width: int, layers: int) -> nn.Module:
+def _build(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 

@@ -23,7 +23,7 @@ class PointerRing;
 /// On a device with streams, use one DeviceLayout on one stream only: its kernels share a counter.
 class DeviceLayout {
  public:
-  /// Throws c10::NotImplementedError if this build has no kernels for `device`.
+  /// Throws c10::NotImplementedError, torch's own for an operation that a device lacks, if this build has no kernels for `device`.
   DeviceLayout(std::shared_ptr<const Layout> layout, c10::Device device);
   ~DeviceLayout();
   DeviceLayout(const DeviceLayout&) = delete;
