@@ -156,8 +156,8 @@ def _figure(height: float) -> tuple[Any, Any]:
     axes.set_prop_cycle(color=[BLACK])
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
-    axes.xaxis.label.set_size(8)
-    axes.yaxis.label.set_size(8)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
     return figure, axes
 
 

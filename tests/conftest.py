@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 
 import hypothesis
 import pytest
+import setuptools  # noqa: F401  (first: it puts its own distutils in place of Python's and fails if that is half loaded by then)
 import torch
 
 HAS_GPU = torch.cuda.is_available()
