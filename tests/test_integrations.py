@@ -83,15 +83,24 @@ def test_windows_are_what_came_since():
 
 
 @pytest.mark.parametrize(
-    ("library", "make", "message"),
+    ("libraries", "module", "make", "message"),
     [
-        ("tensorboard", "TensorBoard(None, 'runs')", "needs TensorBoard (pip install tensorboard)"),
-        ("prometheus_client", "PrometheusFile(None, 'x.prom')", "needs Prometheus's client (pip install prometheus-client)"),
+        (["tensorboard"], "tensorboard", "TensorBoard(None, 'runs')", "needs TensorBoard (pip install tensorboard)"),
+        (
+            ["prometheus_client"],
+            "prometheus",
+            "PrometheusFile(None, 'x.prom')",
+            "needs Prometheus's client (pip install prometheus-client)",
+        ),
+        (["lightning", "pytorch_lightning"], "lightning", "GsyncCallback()", "needs Lightning (pip install lightning)"),
+        (["accelerate"], "accelerate", "register(None, None)", "needs Accelerate (pip install accelerate)"),
+        (["transformers"], "transformers", "GsyncCallback()", "needs transformers (pip install transformers)"),
     ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_a_missing_extra_is_named(library, make, message, tmp_path):
-    module = "tensorboard" if library == "tensorboard" else "prometheus"
-    code = f"import sys; sys.modules[{library!r}] = None\nfrom gsync.integrations.{module} import *\n{make}"
+def test_a_missing_extra_is_named(libraries, module, make, message, tmp_path):
+    hide = "; ".join(f"sys.modules[{library!r}] = None" for library in libraries)
+    code = f"import sys; {hide}\nfrom gsync.integrations.{module} import *\n{make}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1 and f"gsync.errors.GsyncError: gsync.integrations.{module} {message}" in done.stderr
 

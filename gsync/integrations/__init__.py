@@ -1,1 +1,2 @@
-"""Where `sync.stats()` goes while training runs: TensorBoard, a text file for Prometheus. Each by its own library, an extra."""
+"""What gsync is to other libraries. Where `sync.stats()` goes: TensorBoard, Prometheus. Who trains: Lightning, Accelerate,
+transformers. Each by its own library, an extra."""
