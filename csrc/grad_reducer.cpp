@@ -284,6 +284,7 @@ void GradReducer::hand_over(int64_t number) {
     next_ = number;
     fail(cause_of(std::current_exception()));
   }
+  owner_->sending(number);
   flight.future = engine_->submit(std::move(bucket));
 }
 
@@ -300,6 +301,7 @@ void GradReducer::finish() {
   for (InFlight& flight : done) write_back(flight);
   unsynchronised_.store(-1);
   waited_for_ = false;
+  owner_->synchronised();
   if (!learning_) return;
   learning_ = false;
   std::vector<int64_t> repeated;

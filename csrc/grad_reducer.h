@@ -45,6 +45,9 @@ class ReducerOwner {
   virtual void prepare() = 0;
   /// The first step has ended. `order`: the parameters as they became ready; `repeated`: those that did so more than once.
   virtual void learned(const std::vector<int64_t>& order, const std::vector<int64_t>& repeated) = 0;
+  /// A bucket is about to be handed over, and: all gradients of a step are in place. The latter may throw. For debugging.
+  virtual void sending(int64_t bucket) = 0;
+  virtual void synchronised() = 0;
 };
 
 class GradReducer final : public std::enable_shared_from_this<GradReducer> {

@@ -30,11 +30,18 @@ void call(const py::object& callback, Arguments&&... arguments) {
 
 class PythonOwner final : public ReducerOwner {
  public:
-  PythonOwner(py::object prepare, py::object learned) : prepare_(std::move(prepare)), learned_(std::move(learned)) {}
+  /// Args: sending, synchronised: may be None
+  PythonOwner(py::object prepare, py::object learned, py::object sending, py::object synchronised)
+      : prepare_(std::move(prepare)), learned_(std::move(learned)) {
+    if (!sending.is_none()) sending_ = std::move(sending);
+    if (!synchronised.is_none()) synchronised_ = std::move(synchronised);
+  }
   ~PythonOwner() override {
     const py::gil_scoped_acquire gil;
     prepare_ = py::object();
     learned_ = py::object();
+    sending_ = py::object();
+    synchronised_ = py::object();
   }
   PythonOwner(const PythonOwner&) = delete;
   PythonOwner& operator=(const PythonOwner&) = delete;
@@ -43,10 +50,18 @@ class PythonOwner final : public ReducerOwner {
   void learned(const std::vector<int64_t>& order, const std::vector<int64_t>& repeated) override {
     call(learned_, order, repeated);
   }
+  void sending(int64_t bucket) override {
+    if (sending_) call(sending_, bucket);
+  }
+  void synchronised() override {
+    if (synchronised_) call(synchronised_);
+  }
 
  private:
   py::object prepare_;
   py::object learned_;
+  py::object sending_;
+  py::object synchronised_;
 };
 
 using BucketTuple = std::tuple<std::vector<int64_t>, bool, bool>;
@@ -58,13 +73,16 @@ void bind_grad_reducer(py::module_& module) {
 
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(module, "GradReducer",
                                                         "Hooks on gradient accumulators that hand buckets to an engine.")
-      .def(py::init([](std::vector<at::Tensor> params, std::vector<std::string> names, py::object prepare, py::object learned) {
-             auto reducer = std::make_shared<GradReducer>(std::move(params), std::move(names),
-                                                          std::make_unique<PythonOwner>(std::move(prepare), std::move(learned)));
+      .def(py::init([](std::vector<at::Tensor> params, std::vector<std::string> names, py::object prepare, py::object learned,
+                       py::object sending, py::object synchronised) {
+             auto owner = std::make_unique<PythonOwner>(std::move(prepare), std::move(learned), std::move(sending),
+                                                        std::move(synchronised));
+             auto reducer = std::make_shared<GradReducer>(std::move(params), std::move(names), std::move(owner));
              reducer->install();
              return reducer;
            }),
-           py::arg("params"), py::arg("names"), py::arg("prepare"), py::arg("learned"))
+           py::arg("params"), py::arg("names"), py::arg("prepare"), py::arg("learned"), py::arg("sending") = py::none(),
+           py::arg("synchronised") = py::none())
       .def("set_engine", &GradReducer::set_engine, py::arg("engine").none(true), no_gil())
       .def(
           "set_buckets",

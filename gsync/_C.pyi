@@ -114,11 +114,14 @@ class GradReducer:
         names: Sequence[str],
         prepare: Callable[[], None],
         learned: Callable[[list[int], list[int]], None],
+        sending: Callable[[int], None] | None = None,
+        synchronised: Callable[[], None] | None = None,
     ) -> None:
         """Hooks every parameter.
 
         `prepare()` is called when a step begins and there is no engine, or a parameter without a bucket is to be trained;
-        `learned(order, repeated)` after the first step of new buckets.
+        `learned(order, repeated)` after the first step of new buckets; `sending(number)` before a bucket is handed over, and
+        `synchronised()` when all gradients of a step are in place, which may raise.
         """
     def set_engine(self, engine: Engine | None) -> None: ...
     def set_buckets(self, buckets: Sequence[tuple[list[int], bool, bool]], learning: bool) -> None:

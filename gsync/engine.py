@@ -74,6 +74,10 @@ class Engine(Protocol):
         """Ends the engine. Waits for nothing."""
 
     @property
+    def failed(self) -> bool:
+        """Whether an error has ended the engine."""
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
 

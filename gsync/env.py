@@ -13,6 +13,8 @@ At run time:
 
 GSYNC_NATIVE
     `auto` (default) loads the compiled extension if it is there; `off` leaves it alone, as if it had not been built.
+GSYNC_DEBUG
+    `1` compares parameters, buckets and gradient norms between ranks in every step (docs/robustness.md); `0` (default) does not.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 BUILD_CHOICES = ("auto", "cpu", "cuda", "python")
 NATIVE_CHOICES = ("auto", "off")
+DEBUG_CHOICES = ("0", "1")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Environment:
 
     build: str = "auto"
     native: str = "auto"
+    debug: bool = False
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -42,6 +46,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
     return Environment(
         build=_choice(environ, "GSYNC_BUILD", BUILD_CHOICES),
         native=_choice(environ, "GSYNC_NATIVE", NATIVE_CHOICES),
+        debug=_choice(environ, "GSYNC_DEBUG", DEBUG_CHOICES) == "1",
     )
 
 

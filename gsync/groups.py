@@ -127,7 +127,7 @@ class Meeting:
             return value
         return json.loads(self._wait(store, key, "rank 0"))
 
-    def private_gloo(self, generation: int, num_lanes: int = 2) -> list[Any]:
+    def private_gloo(self, generation: int | str, num_lanes: int = 2) -> list[Any]:
         """Returns new Gloo groups of this engine. Collective over the group.
 
         Raises:
@@ -165,16 +165,24 @@ class Meeting:
         return SyncError(f"gsync: rank {self.rank}: the store of the process group failed: {error}")
 
 
+def cause_of(error: BaseException) -> str:
+    """Returns what a collective failed with. Gloo's words begin with a place in its source and end with general advice."""
+    text = str(error).strip().split("\n")[0]
+    text = re.split(r"\. (?=[A-Z])", re.sub(r"^\[[^\]]*:\d+\] ", "", text))[0]
+    return text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+
+
+def names_a_timeout(cause: str) -> bool:
+    """Returns whether the words of an error tell of a time-out."""
+    return "timed out" in cause.lower() or "timeout" in cause.lower()
+
+
 def as_sync_error(what: str, error: BaseException) -> SyncError:
     """Returns the error of a collective as gsync's: `SyncTimeoutError` where it tells of a time-out."""
     if isinstance(error, SyncError):
         return error
-    text = str(error).strip().split("\n")[0]
-    kind = SyncTimeoutError if "timed out" in text.lower() or "timeout" in text.lower() else SyncError
-    # Gloo's messages begin with a place in its source and end with general advice.
-    text = re.sub(r"^\[[^\]]*:\d+\] ", "", text)
-    text = re.split(r"\. (?=[A-Z])", text)[0]
-    text = text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+    text = cause_of(error)
+    kind = SyncTimeoutError if names_a_timeout(text) else SyncError
     advice = "The gradients concerned are filled with NaN; call reset() before the next backward, on every rank."
     return kind(f"{what}: {text}. {advice}")
 

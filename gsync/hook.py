@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _native
+from . import _native, env
 from .config import SyncConfig, make_config
 from .engine import choose
 from .errors import GsyncError
@@ -62,7 +62,7 @@ def register(
     state = SyncState(config, module=ddp, scaler=scaler)
     state.bind(ddp)
     try:
-        if choose(config, state.device)[0] == "native":
+        if choose(config, state.device)[0] == "native" and not env.ENV.debug:
             ddp._check_comm_hook(hook)
             _native.require("register").register_ddp_hook(ddp.reducer, _provider(weakref.ref(state)))
             ddp._comm_hooks.append((hook, state))
@@ -100,7 +100,7 @@ def hook(state: SyncState, bucket: dist.GradBucket) -> torch.futures.Future[torc
         )
     if state.closed:
         return plain_mean(state.group(), bucket)
-    return state.engine_for(bucket.parameters()).submit(bucket)
+    return state.submit(bucket)
 
 
 def _provider(reference: "weakref.ref[SyncState]") -> Callable[[], Any]:

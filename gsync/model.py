@@ -56,6 +56,11 @@ class Model:
             if param is not None
         ]
 
+    def strides(self) -> list[str]:
+        """One line for each parameter: elements are counted in the order of memory, so that strides must be equal."""
+        params = [reference() for reference in self.references]
+        return [f"{name} {param.stride()}" for name, param in zip(self.names, params, strict=True) if param is not None]
+
 
 def read_model(module: torch.nn.Module, config: SyncConfig) -> Model:
     """Reads the parameters of a module (not of its DDP wrapper), leaving out those that DDP was told to ignore.

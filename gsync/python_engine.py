@@ -25,9 +25,9 @@ from torch.autograd import Variable
 from . import backends
 from .bucket_job import Job, Slice, Step
 from .bucket_plan import Parameters, PlanOptions
-from .errors import GsyncError, GsyncWarning, SyncError
+from .errors import GsyncError, GsyncWarning, SyncError, SyncTimeoutError
 from .gradient_list import fill_nan_gradients
-from .groups import as_sync_error
+from .groups import as_sync_error, names_a_timeout
 from .lanes import Lanes
 from .reference import CODE_DTYPES
 from .spans import Span, SpanBook
@@ -394,7 +394,7 @@ class PythonEngine:
 
     def abort(self, reason: str) -> None:
         self._core.fail(
-            SyncError(
+            (SyncTimeoutError if names_a_timeout(reason) else SyncError)(
                 f"gsync: step {self.step} on rank {self._core.rank} of {self._core.world_size} "
                 f"({self._core.label}) was not synchronised: {reason}"
             ),
@@ -403,6 +403,10 @@ class PythonEngine:
 
     def close(self) -> None:
         self._finalizer()
+
+    @property
+    def failed(self) -> bool:
+        return self._core.error is not None
 
     @property
     def closed(self) -> bool:

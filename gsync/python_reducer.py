@@ -74,8 +74,11 @@ class PythonReducer:
         names: Sequence[str],
         prepare: Callable[[], None],
         learned: Callable[[list[int], list[int]], None],
+        sending: Callable[[int], None] = lambda number: None,
+        synchronised: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = True
+        self._sending, self._synchronised = sending, synchronised
         self._params, self._names, self._prepare, self._learned = list(params), list(names), prepare, learned
         self._lock = threading.RLock()
         self._engine: PythonEngine | None = None
@@ -252,6 +255,7 @@ class PythonReducer:
         except ValueError as error:
             self._fail(str(error))
             raise
+        self._sending(self._next)
         self._next += 1
         self._in_flight.append(bucket)
         self._engine.hand_over(bucket)
@@ -285,6 +289,7 @@ class PythonReducer:
             for bucket in done:
                 self._write_back(bucket)
         self._unsynchronised, self._waited_for = -1, False
+        self._synchronised()
         if self._learning:
             self._learning = False
             repeated = [idx for idx, times in enumerate(self._times) if times > 1]

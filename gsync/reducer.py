@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _native
+from . import _native, env
 from .bucket_order import FIRST_BUCKET_BYTES, ReducerBucket, make_buckets, sparse_parameters
 from .config import SyncConfig, make_config
 from .errors import GsyncError, SyncError
@@ -79,7 +79,6 @@ class GradReducer(Surface):
         self._sparse = sparse_parameters(module, self._params)
         self._fixed = {
             "buffers": [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()],
-            "strides of parameters": [f"{name} {param.stride()}" for name, param in zip(model.names, self._params, strict=True)],
             "bucket_mb": repr(self.config.bucket_mb),
             "broadcast_buffers": broadcast_buffers,
         }
@@ -92,6 +91,8 @@ class GradReducer(Surface):
         this = weakref.ref(self)  # the hooks must not keep what owns them
         make_hooks: Any = PythonReducer if self._kind() == "python" else _native.require("GradReducer").GradReducer
         callbacks = [_weakly(weakref.WeakMethod(method)) for method in (self._prepare, self._learned)]
+        if env.ENV.debug:
+            callbacks += [_weakly(weakref.WeakMethod(method)) for method in (self._sending, self._synchronised)]
         self._hooks = make_hooks(self._params, model.names, *callbacks)
         self._hooks.set_engine(self._engine)
         self._set_buckets(self._initial_order, ())
@@ -192,7 +193,11 @@ class GradReducer(Surface):
         if self._closed:
             return
         self._raise_failure()
-        self._hooks.check()
+        try:
+            self._hooks.check()
+        except SyncError:
+            self._end_checks()  # the others may be waiting there
+            raise
         self._watch.check()
         idx = self._hooks.unhooked()
         if idx >= 0:
@@ -233,6 +238,17 @@ class GradReducer(Surface):
                 order, repeated = self._meeting.of_first_rank(key, [order, repeated], self._generation)
         known = set(order)
         self._set_buckets([*order, *(idx for idx in self._initial_order if idx not in known)], repeated, learning=False)
+
+    # Called under GSYNC_DEBUG.
+
+    def _sending(self, number: int) -> None:
+        if self._checks is not None:
+            self._checks.before_bucket(number, [self._params[idx] for idx in self._buckets[number].parameters])
+
+    def _synchronised(self) -> None:
+        members = [self._params[idx] for bucket in self._buckets for idx in bucket.parameters]
+        if self._checks is not None:
+            self._checks.end_of_step([p.grad for p in members if p.requires_grad and p.grad is not None])
 
     def _set_buckets(self, order: list[int], late: Any, learning: bool = True) -> None:
         """Buckets of what is trained now, and of what was."""

@@ -97,6 +97,11 @@ class SyncState(Surface):
             fill_nan_gradients(self._model.alive() if self._model is not None else params)
             raise
 
+    def submit(self, bucket: Any) -> Any:
+        """Hands a bucket to the engine; returns a future of its buffer."""
+        engine = self.engine_for(bucket.parameters())
+        return engine.submit(bucket) if self._checks is None else self._checks.submit(bucket)
+
     def provide_engine(self) -> Any:
         """What the native hook asks for: the engine, or for a closed state the group to take a plain mean over."""
         return self.group() if self._closed else self.engine_for([])
@@ -125,7 +130,8 @@ class SyncState(Surface):
             self._feedback.hand_to(self._engine, model)
             return self._engine
         module = self._module  # weakly, as the engine must not keep the model
-        return self._make_engine(model, group, {}, lambda: _reset_ddp(module))
+        assert module is not None
+        return self._make_engine(model, group, _buckets_of_ddp(module()), lambda: _reset_ddp(module))
 
     def _read(self) -> tuple[Model, Any]:
         """Model and group; finds the DDP instance where it was not given."""
@@ -175,6 +181,16 @@ def _reset_ddp(reference: weakref.ref[torch.nn.Module] | None) -> None:
     module = reference() if reference is not None else None
     if isinstance(module, DistributedDataParallel):
         module.reducer._reset_state()
+
+
+def _buckets_of_ddp(module: torch.nn.Module | None) -> dict[str, Any]:
+    """What DDP cuts its buckets by. Where ranks differ in it, so do their payloads, and Gloo then ends the process."""
+    if not isinstance(module, DistributedDataParallel):
+        return {}
+    found = {"find_unused_parameters of DDP": module.find_unused_parameters, "static_graph of DDP": module.static_graph}
+    if module.find_unused_parameters and not module.static_graph:  # else the first bucket has all, and rank 0 cuts the others
+        found["bucket_cap_mb of DDP"] = module.bucket_bytes_cap / 2**20
+    return found
 
 
 def _inner(module: torch.nn.Module) -> torch.nn.Module:

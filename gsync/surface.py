@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from . import env
 from .arrivals import Arrivals
 from .checkpoint import Feedback
 from .config import SyncConfig
+from .debug import StepChecks
 from .engine import Engine, check_device, choose, make_engine
 from .errors import GsyncError, SyncError
 from .groups import Meeting, timeout_of
@@ -44,6 +46,7 @@ class Surface(ABC):
         self._step, self._seed = 0, self.config.seed
         self._totals: list[dict[str, Any]] = []
         self._arrivals: Arrivals | None = None
+        self._checks: StepChecks | None = None
         self._recording: Recording | None = None
         self._traces = 0
 
@@ -220,10 +223,13 @@ class Surface(ABC):
         engine.set_seed(self._seed)
         if self._recording is not None:
             self._recording.start(engine)
+        if env.ENV.debug:
+            self._checks = StepChecks(engine, model, self._meeting, self._generation)
         self._engine = engine
         return engine
 
     def _end_engine(self) -> None:
+        self._end_checks()
         if self._engine is not None:
             self._step = self._engine.step
             self._totals.append(self._engine.stats())
@@ -231,6 +237,10 @@ class Surface(ABC):
                 self._recording.take(self._engine)
             self._engine.close()
         self._engine = None
+
+    def _end_checks(self) -> None:
+        if self._checks is not None:
+            self._checks.close()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -256,4 +266,11 @@ def _description(config: SyncConfig, model: Model, kind: Any) -> dict[str, Any]:
 
     names = ("codec", "exchange", "average", "slice_mb", "transport", "block_size", "rounding", "error_feedback", "start_step")
     options = {name: repr(getattr(config, name)) for name in names}
-    return {"version of gsync": __version__, "engine": str(kind), "parameters": model.description(), **options}
+    return {
+        "version of gsync": __version__,
+        "engine": str(kind),
+        "GSYNC_DEBUG": env.ENV.debug,
+        "parameters": model.description(),
+        "strides of parameters": model.strides(),
+        **options,
+    }
