@@ -1,4 +1,4 @@
-"""The command `gsync`: `gsync bench` with `kernels`, `reducer`, `error` and `convergence` below it, and `gsync doctor`.
+"""The command `gsync`: `gsync bench` with `kernels`, `reducer`, `error` and `convergence` below it, `gsync plan`, `gsync doctor`.
 
 The core of gsync does without what this needs (typer, rich): without them it says how to get them.
 """
@@ -21,6 +21,8 @@ def main() -> None:
         sys.exit(2)
     ddp = importlib.import_module("gsync.benchmarks.ddp")  # the folder benchmarks/ of the source tree
 
+    plan = importlib.import_module("gsync.benchmarks.plan")
+
     app = typer.Typer(
         add_completion=True,
         no_args_is_help=True,
@@ -28,6 +30,7 @@ def main() -> None:
         help="Gradient synchronisation for data-parallel training in PyTorch.",
     )
     app.add_typer(ddp.make_app(), name="bench")
+    app.command("plan")(plan.plan)
 
     @app.command()
     def doctor(

@@ -19,7 +19,7 @@ from .spans import Span
 COMPUTE = 0
 STAGES = ("pack", "exchange", "unpack")
 _LANES = 8  # tracks that a stage may need
-_BACKWARD, _WAIT = "backward", "wait for the mean"
+BACKWARD, GRADIENTS, _WAIT = "backward", "gradients of bucket", "wait for the mean"
 
 
 @dataclass
@@ -135,10 +135,10 @@ def compute_events(one: RankTrace) -> list[_Event]:
         buckets = sorted(handed_over[step], key=lambda span: span[4])
         first, last = buckets[0][4], buckets[-1][4]
         begin = max((when for what, when in one.marks if what == "backward" and before <= when <= first), default=first)
-        events.append(_Event(_BACKWARD, COMPUTE, begin, last, {"step": step}))
+        events.append(_Event(BACKWARD, COMPUTE, begin, last, {"step": step}))
         at = begin
         for _, _, bucket, _, ready, _ in buckets:
-            events.append(_Event(f"gradients of bucket {bucket}", COMPUTE, at, ready, {"step": step, "bucket": bucket}))
+            events.append(_Event(f"{GRADIENTS} {bucket}", COMPUTE, at, ready, {"step": step, "bucket": bucket}))
             at = ready
         events.append(_Event(_WAIT, COMPUTE, last, ends[step], {"step": step}))
         before = ends[step]
@@ -161,7 +161,7 @@ def _stage_events(one: RankTrace) -> list[_Event]:
 
 def _flows(events: list[_Event]) -> list[list[_Event]]:
     """For each slice what it went through: the gradients of its bucket, then the stages. Only those that are complete."""
-    ready = {(event.args["step"], event.args["bucket"]): event for event in events if event.name.startswith("gradients")}
+    ready = {(event.args["step"], event.args["bucket"]): event for event in events if event.name.startswith(GRADIENTS)}
     slices: dict[tuple[int, int, int], list[_Event]] = {}
     for event in events:
         if "slice" in event.args:
