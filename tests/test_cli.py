@@ -22,7 +22,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean | environment)
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "kernels"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "kernels"], ["plan"], ["doctor"]])
 def test_help_describes_every_command(command: list[str]) -> None:
     done = run([*GSYNC, *command, "--help"], COLUMNS="80", TERM="dumb")
     assert done.returncode == 0, done.stderr
