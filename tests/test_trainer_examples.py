@@ -45,3 +45,30 @@ def test_trainers(library, steps, saved, more, tmp_path):
     printed = run(tmp_path, f"with_{library}.py", "--resume", saved, *more)
     assert "gsync: 23 steps" in printed, printed
     assert accuracy(printed) > 0.8, printed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("amp.py", []),
+        ("compile.py", ["--compiler", "aot_eager"]),
+        pytest.param("compile.py", [], marks=pytest.mark.slow),
+        ("activation_checkpointing.py", []),
+        pytest.param("activation_checkpointing.py", ["--reentrant", "--door", "ddp"], marks=pytest.mark.slow),
+        ("zero.py", []),
+    ],
+)
+def test_torchs_own_tools(name, arguments, tmp_path):
+    pytest.importorskip("sklearn")
+    printed = run(tmp_path, name, *arguments)
+    assert re.search(r"gsync: 1(76|84) steps", printed) and accuracy(printed) > 0.85, printed
+    if name == "amp.py":  # the scale was too high for two steps, which both ranks skipped
+        assert "2 steps with Inf or NaN" in printed and "scale 262144" in printed
+
+
+@pytest.mark.slow
+def test_distributed_checkpoint(tmp_path):
+    pytest.importorskip("sklearn")
+    assert accuracy(run(tmp_path, "distributed_checkpoint.py", "--epochs", "5")) > 0.8
+    printed = run(tmp_path, "distributed_checkpoint.py", "--epochs", "1")
+    assert "epoch 6:" in printed and "gsync: 23 steps" in printed and accuracy(printed) > 0.8, printed
