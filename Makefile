@@ -1,6 +1,8 @@
 # make setup   .venv with torch, everything else gsync needs, and gsync itself, built for this machine (editable)
 # make bench   setup, then the main job on two local processes
-# make test    setup, then the tests
+# make test    setup, then the tests, but for the slow ones
+# make test-all  setup, then all tests
+# make soak    setup, then 20,000 steps of training with faults, through each door
 # make lint    setup, then ruff, clang-format, mypy
 # make gpu     on a machine with an NVIDIA GPU: builds for it, runs the tests that need it, measures; with PYTHON's torch, no .venv
 # make coverage  setup, then which lines of csrc the tests run (docs/testing.md)
@@ -8,7 +10,7 @@
 #
 # TORCH="torch==2.13.0"  another torch than the newest that gsync supports. The environment remembers it.
 # VENV=.venv-cpu         another environment; PYTHON=python3.12 another interpreter
-# BENCH_ARGS, PYTEST_ARGS  go to `gsync bench` and to pytest
+# BENCH_ARGS, PYTEST_ARGS, SOAK_ARGS  go to `gsync bench`, to pytest (-m in it takes the place of "not slow") and to tests/soak.py
 # GSYNC_BUILD, CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS: see gsync/env.py
 
 SHELL := /bin/sh
@@ -24,7 +26,7 @@ TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' '
 BUILT := $(VENV)/.built
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: setup bench test lint gpu coverage clean distclean
+.PHONY: setup bench test test-all soak lint gpu coverage clean distclean
 
 setup: $(BUILT)
 
@@ -50,7 +52,13 @@ bench: setup
 	$(BIN)/gsync bench $(BENCH_ARGS)
 
 test: setup
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-all: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: setup
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -181,7 +182,25 @@ class SyncStats:
         return "\n".join(lines)
 
 
-def _by_bucket(totals: tuple[dict[str, Any], ...]) -> list[BucketStats]:
+def add_totals(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """What two engines counted, as if one had: for states that are reset often."""
+    result: dict[str, Any] = {}
+    for name in {**left, **right}:
+        here, there = left.get(name), right.get(name)
+        if not here or not there:
+            result[name] = here or there
+        elif name == "per_bucket":
+            result[name] = [asdict(bucket) for bucket in _by_bucket((left, right))]
+        elif name == "max_queue_depth":
+            result[name] = max(here, there)
+        elif isinstance(here, list):
+            result[name] = [a + b for a, b in zip(here, there, strict=True)]
+        else:
+            result[name] = here + there
+    return result
+
+
+def _by_bucket(totals: Sequence[dict[str, Any]]) -> list[BucketStats]:
     """Of each bucket, added up over engines."""
     found: dict[int, BucketStats] = {}
     for total in totals:

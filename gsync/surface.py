@@ -7,6 +7,7 @@ and when the engine is made, is the subclass's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from .engine import Engine, check_device, choose, make_engine
 from .errors import GsyncError, SyncError
 from .groups import Meeting, timeout_of
 from .model import Model
-from .stats import SyncStats
+from .stats import SyncStats, add_totals
 from .timeline import Recording, make_recording
 
 _TRACE_SPANS = 1 << 16  # 64 MiB of JSON with eight ranks
@@ -232,7 +233,7 @@ class Surface(ABC):
         self._end_checks()
         if self._engine is not None:
             self._step = self._engine.step
-            self._totals.append(self._engine.stats())
+            self._totals = [functools.reduce(add_totals, [*self._totals, self._engine.stats()])]
             if self._recording is not None:
                 self._recording.take(self._engine)
             self._engine.close()

@@ -13,7 +13,7 @@ from reducer_cases import each_engine
 
 import gsync
 from gsync.spans import SpanBook
-from gsync.stats import BucketStats, SyncStats
+from gsync.stats import BucketStats, SyncStats, add_totals
 
 STEPS = 4
 LATE_S = 0.05
@@ -151,6 +151,19 @@ def test_engines_are_added_up_bucket_by_bucket():
     stats = SyncStats.of({**one, "per_bucket": [entry]}, {**one, "per_bucket": [entry, {**entry, "bucket": 3}]})
     assert stats.per_bucket == [BucketStats(0, 2, 200, 20, 2.0, 4.0, 6.0, 12.0), BucketStats(3, 1, 100, 10, 1.0, 2.0, 3.0, 6.0)]
     assert (stats.queue_depth, stats.max_queue_depth, stats.bandwidth_mb_per_s) == (0.5, 1, 20 / 4.0 / 1e3)
+
+
+def test_engines_added_up_beforehand_are_the_same():
+    bucket: dict = {"times": 1, "gradient_bytes": 8, "wire_bytes": 4}
+    bucket |= {"pack_ms": 0.5, "exchange_ms": 1.0, "unpack_ms": 0.25, "bucket_ms": 2.0}
+    first = {"steps": 2, "buckets": 3, "exchange_ms": 1.5, "wire_bytes": 9, "queued": 2, "max_queue_depth": 4, "error_sums": []}
+    second = {"steps": 1, "buckets": 1, "exchange_ms": 0.5, "wire_bytes": 1, "queued": 3, "max_queue_depth": 2}
+    first["per_bucket"] = [{"bucket": 0, **bucket}, {"bucket": 1, **bucket}]
+    second["per_bucket"] = [{"bucket": 1, **bucket}]
+    second["error_sums"] = [1.0, 4.0, 2.0, 1.0, 1.0, 9.0, 2.0, 0.0]
+    totals = [first, second, second]
+    added = add_totals(add_totals(first, second), second)
+    assert SyncStats.of(added).to_dict() == SyncStats.of(*totals).to_dict()
 
 
 def test_no_arrivals_without_times():
