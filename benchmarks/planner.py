@@ -141,8 +141,8 @@ class Planner:
             return f"libraries cannot sum {codec} with its scales in an all_reduce; scatter_gather and hierarchical can"
         if exchange == "all_reduce" and settings.error_feedback and codec != "fp32":
             return "all_reduce rounds sums where nothing sees what they lose: no error feedback; scatter_gather has it"
-        if exchange == "hierarchical" and (topology.ranks_per_host == 1 or topology.hosts == 1):
-            return "hierarchical needs several hosts with several ranks each; here it would be scatter_gather"
+        if exchange == "hierarchical" and topology.ranks_per_host == 1:
+            return "hierarchical needs several ranks a host; with one it would be scatter_gather"
         try:
             codecs_of(self.parameters, codec, settings.exempt, settings.exempt_codec)
         except ValueError as error:
@@ -175,7 +175,7 @@ class Planner:
         if like not in self._sizers:
             block_size = self.settings.block_size if like in BLOCK_CODECS else None
             self._sizers[like] = Sizer(self.parameters, self._codecs(dataclasses.replace(choice, codec=like)), block_size)
-        return self._sizers[like].slices(bucket, int(self.settings.slice_mb * _MIB), topology.world_size, choice.exchange)
+        return self._sizers[like].slices(bucket, int(self.settings.slice_mb * _MIB), topology, choice.exchange)
 
     def _in_place(self, bucket: Sequence[int]) -> list[cost.SliceSize]:
         """On CPUs DDP's bucket itself travels under fp32: its elements and nothing else (InPlaceFlow in csrc/pipeline.cpp)."""

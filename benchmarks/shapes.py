@@ -197,8 +197,10 @@ class Sizer:
         self.block_size = block_size or 0
         self._hashes = [layout.hash64(param.name) for param in parameters]
         self._chunks = functools.cache(self._chunk_bytes)
+        self._parts = functools.cache(self._part_numels)
+        self._part_bytes = functools.cache(self._bytes_of_parts)
 
-    def slices(self, bucket: Sequence[int], slice_bytes: int, world_size: int, exchange: str) -> list[cost.SliceSize]:
+    def slices(self, bucket: Sequence[int], slice_bytes: int, topology: cost.Topology, exchange: str) -> list[cost.SliceSize]:
         """The slices of a bucket that holds the parameters with these indices."""
         key = tuple(bucket)
         numel = sum(self.parameters[idx].numel for idx in key)
@@ -208,54 +210,85 @@ class Sizer:
         count = min(max(1, -(-num_bytes // slice_bytes)), max(1, -(-numel // layout.TILE_ELEMENTS)))
         parts = [numel * (idx + 1) // count - numel * idx // count for idx in range(count)]
         if exchange == "all_reduce":
-            return [cost.SliceSize(part, size) for part, size in zip(parts, self._chunks(key, 1, count, False), strict=True)]
-        chunks = self._chunks(key, world_size, count, False)
-        plain = self._chunks(key, world_size, count, True) if exchange == "hierarchical" else (0,) * count
+            return [cost.SliceSize(part, size) for part, size in zip(parts, self._chunks(key, 1, 1, count, False), strict=True)]
+        world_size, levels = topology.world_size, exchange == "hierarchical"
+        shards = topology.ranks_per_host if levels else 1
+        chunks = self._chunks(key, world_size, shards, count, False)
+        plain = self._chunks(key, world_size, shards, count, True) if levels else (0,) * count
         return [
             cost.SliceSize(part, size * world_size, size, fp32) for part, size, fp32 in zip(parts, chunks, plain, strict=True)
         ]
 
-    def _chunk_bytes(self, bucket: tuple[int, ...], num_chunks: int, num_slices: int, as_fp32: bool) -> tuple[int, ...]:
-        kinds = [layout.CODEC_KINDS["fp32" if as_fp32 else self.codecs[idx]] for idx in bucket]
-        own = {kind: self.block_size or size for kind, size in layout.BLOCK_SIZES.items()}
-        # Sizes of blocks and tiles are powers of two: shifts, since 64-bit divisions would take most of the time.
-        shifts = [own.get(kind, layout.ELEMENTWISE_BLOCK).bit_length() - 1 for kind in kinds]
-        numels = torch.tensor([self.parameters[idx].numel for idx in bucket])[:, None]
-        shift = torch.tensor(shifts)[:, None]
-        num_blocks = _shares(numels, shift)
-        # Part r of each parameter that chunk c holds.
-        ends = (num_blocks * torch.arange(num_chunks + 1)[None, :] // num_chunks << shift).minimum(numels)
-        parts = ends[:, 1:] - ends[:, :-1]
-        rotation = torch.tensor([self._hashes[idx] % num_chunks for idx in bucket])[:, None]
-        part = torch.arange(num_chunks)[None, :] - rotation
-        held = parts.gather(1, torch.where(part < 0, part + num_chunks, part))
-        tiles = _shares(held, _TILE_SHIFT)
-        last = tiles.cumsum(0)
-        first, total = last - tiles, last[-1]
+    def _chunk_bytes(
+        self, bucket: tuple[int, ...], num_chunks: int, num_shards: int, num_slices: int, as_fp32: bool
+    ) -> tuple[int, ...]:
+        """Of each slice. `as_fp32`: with the same blocks, tiles and flags, but elements as fp32."""
+        kinds = [layout.CODEC_KINDS[self.codecs[idx]] for idx in bucket]
         flags = _align(len(bucket) * self._flag_bytes(kinds), layout.PAYLOAD_ALIGNMENT)
+
+        def in_chunks(idx: int, parts: torch.Tensor) -> torch.Tensor:
+            """What is known of part r of a parameter, for the part that each chunk holds."""
+            of_shard, shards = self._hashes[idx] // num_shards % (num_chunks // num_shards), self._hashes[idx] % num_shards
+            return parts.view(num_shards, -1).roll((shards, of_shard), (0, 1)).view(-1)
+
+        def size_of(slice_codes: torch.Tensor, slice_scales: torch.Tensor) -> int:
+            return int((flags + _align(slice_scales, layout.PAYLOAD_ALIGNMENT) + slice_codes).max())
+
+        if num_slices == 1:
+            codes, scales = torch.zeros(num_chunks, dtype=torch.int64), torch.zeros(num_chunks, dtype=torch.int64)
+            for idx, kind in zip(bucket, kinds, strict=True):
+                part_codes, part_scales = self._part_bytes(self.parameters[idx].numel, kind, num_chunks, as_fp32)
+                codes += in_chunks(idx, part_codes)
+                if part_scales is not None:
+                    scales += in_chunks(idx, part_scales)
+            return (size_of(codes, scales),)
+
+        held = [
+            in_chunks(idx, self._parts(self.parameters[idx].numel, self._block(kind), num_chunks))
+            for idx, kind in zip(bucket, kinds, strict=True)
+        ]
+        tiles = [_shares(numel, _TILE_SHIFT) for numel in held]
+        total = sum(tiles, torch.zeros(num_chunks, dtype=torch.int64))
         found = []
-        for idx in range(num_slices):
-            numel = held
-            if num_slices > 1:
-                low = (total * idx // num_slices - first).clamp(min=0).minimum(tiles) << _TILE_SHIFT
-                high = (total * (idx + 1) // num_slices - first).clamp(min=0).minimum(tiles) << _TILE_SHIFT
-                numel = held.minimum(high) - held.minimum(low)
-            codes, scales = torch.zeros_like(total), torch.zeros_like(total)
-            for kind in set(kinds):
-                rows = torch.tensor([row for row, other in enumerate(kinds) if other == kind])
-                of_kind = numel if len(rows) == len(kinds) else numel.index_select(0, rows)
-                codes += _align(_codes_bytes(kind, of_kind), layout.PAYLOAD_ALIGNMENT).sum(0)
-                if kind in layout.SCALE_BYTES:
-                    scales += _align(_shares(of_kind, own[kind].bit_length() - 1) * layout.SCALE_BYTES[kind], 4).sum(0)
-            found.append(int((flags + _align(scales, layout.PAYLOAD_ALIGNMENT) + codes).max()))
+        for number in range(num_slices):
+            codes, scales, first = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
+            begin, end = total * number // num_slices, total * (number + 1) // num_slices
+            for kind, numel, count in zip(kinds, held, tiles, strict=True):
+                low, high = ((place - first).clamp(min=0).minimum(count) << _TILE_SHIFT for place in (begin, end))
+                row_codes, row_scales = self._row_bytes(kind, numel.minimum(high) - numel.minimum(low), as_fp32)
+                codes += row_codes
+                if row_scales is not None:
+                    scales += row_scales
+                first += count
+            found.append(size_of(codes, scales))
         return tuple(found)
+
+    def _block(self, kind: int) -> int:
+        return (self.block_size or layout.BLOCK_SIZES[kind]) if kind in layout.BLOCK_SIZES else layout.ELEMENTWISE_BLOCK
+
+    def _part_numels(self, numel: int, block: int, num_chunks: int) -> torch.Tensor:
+        """Elements of part r of a parameter, for every r."""
+        ends = (-(-numel // block) * torch.arange(num_chunks + 1) // num_chunks * block).clamp(max=numel)
+        return ends[1:] - ends[:-1]
+
+    def _bytes_of_parts(self, numel: int, kind: int, num_chunks: int, as_fp32: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bytes of codes and scales of part r of a parameter, for every r: the same for all parameters of a size."""
+        return self._row_bytes(kind, self._parts(numel, self._block(kind), num_chunks), as_fp32)
+
+    def _row_bytes(self, kind: int, numel: torch.Tensor, as_fp32: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bytes of codes and of scales of shares with so many elements."""
+        codes = numel * cost.FP32_BYTES if as_fp32 else _codes_bytes(kind, numel)
+        scales = None
+        if kind in layout.SCALE_BYTES and not as_fp32:
+            scales = _align(_shares(numel, self._block(kind).bit_length() - 1) * layout.SCALE_BYTES[kind], 4)
+        return _align(codes, layout.PAYLOAD_ALIGNMENT), scales
 
     @staticmethod
     def _flag_bytes(kinds: Sequence[int]) -> int:
         return layout.CODE_BYTES.get(kinds[0], 1) if len(set(kinds)) == 1 else 1
 
 
-def _shares(numel: torch.Tensor, shift: Any) -> torch.Tensor:
+def _shares(numel: torch.Tensor, shift: int) -> torch.Tensor:
     """How many of 2^shift elements each `numel` has, the last one counted too if it is short."""
     return (numel + ((1 << shift) - 1)) >> shift
 

@@ -245,18 +245,17 @@ def steps_of(exchange: str, codec: str, size: SliceSize, kernels: dict[str, Kern
     if exchange != "hierarchical":
         raise ValueError(f"exchange={exchange!r}: expected one of {', '.join(EXCHANGES)}")
     plain = kernels["fp32"]
+    packed, unpacked = _compute("pack", plain.pack_s(numel), network), _compute("unpack", own.unpack_s(numel), network)
     # The inner sum reads fp32 and writes the codec: what fp32 takes to read, and what the codec takes to encode.
     inner = plain.fixed_s + FP32_BYTES * numel / inside * (inside * plain.reduce_read + own.pack)
-    return (
-        _compute("pack", plain.pack_s(numel), network),
-        all_to_all(hosts * size.fp32_chunk_bytes, inside, 1, topology, network),
-        _compute("reduce", inner, network),
+    first = all_to_all(hosts * size.fp32_chunk_bytes, inside, 1, topology, network), _compute("reduce", inner, network)
+    between = (
         all_to_all(size.chunk_bytes, 1, hosts, topology, network),
         _compute("reduce", own.reduce_s(numel / world, hosts), network),
         all_gather(size.chunk_bytes, 1, hosts, topology, network),
-        all_gather(hosts * size.chunk_bytes, inside, 1, topology, network),
-        _compute("unpack", own.unpack_s(numel), network),
     )
+    last = all_gather(hosts * size.chunk_bytes, inside, 1, topology, network)
+    return packed, *first, *(between if hosts > 1 else ()), last, unpacked
 
 
 def wire_bytes(exchange: str, size: SliceSize, topology: Topology) -> float:
@@ -277,8 +276,9 @@ def buffer_bytes(exchange: str, size: SliceSize, topology: Topology) -> int:
         return size.flat_bytes
     if exchange == "scatter_gather":
         return (2 * world + 1) * size.chunk_bytes  # payload, received, reduced
-    # Inside the host fp32 payload and what was received; of the shard sent, received, reduced, gathered; and the result.
-    return 2 * world * size.fp32_chunk_bytes + (3 * hosts + 1 + world) * size.chunk_bytes
+    # Payload and result; what was received inside the host, then between hosts; my chunk; my shard.
+    packed, shard = world * size.fp32_chunk_bytes, hosts * size.chunk_bytes
+    return max(packed, world * size.chunk_bytes) + max(packed, shard) + size.chunk_bytes + shard
 
 
 def residual_bytes(exchange: str, encoded_numel: int, topology: Topology) -> int:

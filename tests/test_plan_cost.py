@@ -24,7 +24,6 @@ from gsync import cost, layout, model, ops
 from gsync.bucket_order import make_buckets
 from gsync.config import CODECS
 from gsync.cost import Kernel, Link, Network, SliceSize, Topology
-from gsync.residuals import Residuals
 
 NET = Network(Link(1e8, 1e-3, 1e-4), Link(1e9, 1e-5, 1e-6))
 DEVICE = Network(Link(1e8, 1e-3, 1e-4), Link(1e9, 1e-5, 1e-6), on_device=True)
@@ -37,7 +36,7 @@ def test_slices_have_exactly_the_bytes_of_the_layout(numels: list[int], codec: s
     params = [Parameter(f"p{idx}", numel, is_exempt=idx % 3 == 1) for idx, numel in enumerate(numels)]
     codecs = shapes.codecs_of(params, codec)
     bucket = list(range(len(params)))
-    found = Sizer(params, codecs).slices(bucket, slice_kib << 10, world_size, "scatter_gather")
+    found = Sizer(params, codecs).slices(bucket, slice_kib << 10, Topology(world_size), "scatter_gather")
     segments = [
         layout.Segment(param.numel, 0, layout.CODEC_KINDS[one], layout.hash64(param.name))
         for param, one in zip(params, codecs, strict=True)
@@ -104,17 +103,39 @@ def test_codecs_are_those_that_gsync_gives_a_module(exempt: tuple[str, ...] | No
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_residuals_are_as_large_as_gsync_makes_them(world_size: int) -> None:
-    module = nn.Linear(257, 129)
-    read = model.read_model(module, gsync.SyncConfig(codec="int8"))
-    made = []
-    for rank in range(world_size):
-        residuals = Residuals(rank, world_size, torch.device("cpu"))
-        residuals.cover(read)
-        made.append(residuals.num_bytes)
-    numel = sum(param.numel() for param in module.parameters())
+def test_residuals_are_of_what_is_packed_and_of_what_is_reduced(world_size: int) -> None:
+    segments = [layout.Segment(numel, 0, layout.CODEC_KINDS["int8"], layout.hash64(str(numel))) for numel in (257, 33153)]
+    held = [sum(layout.share_of(segment, rank, world_size)[1] for segment in segments) for rank in range(world_size)]
+    numel = sum(segment.numel for segment in segments)
     found = cost.residual_bytes("scatter_gather", numel, Topology(world_size))
-    assert sum(made) / world_size == pytest.approx(found, abs=4)
+    assert found == pytest.approx(sum(4 * (numel + one) for one in held) / world_size, abs=4)
+    assert cost.residual_bytes("hierarchical", 32_000, Topology(8, 4)) == 4 * (8_000 + 4_000)
+
+
+def _held_by_hand(param: Parameter, chunk: int, ranks: int, hosts: int, block: int) -> int:
+    """Chunk g * H + h of a parameter in which every local rank g has consecutive blocks."""
+    g, h = divmod(chunk, hosts)
+    name = layout.hash64(param.name)
+    part = ((g - name) % ranks) * hosts + (h - name // ranks) % hosts
+    blocks = -(-param.numel // block)
+    begin, end = (blocks * (part + more) // (ranks * hosts) * block for more in (0, 1))
+    return max(0, min(end, param.numel) - begin)
+
+
+@settings(max_examples=40, deadline=None)
+@given(numels=NUMELS, ranks=st.integers(1, 4), hosts=st.integers(1, 4))
+def test_hierarchical_packs_the_shares_of_the_codec_as_fp32(numels: list[int], ranks: int, hosts: int) -> None:
+    params = [Parameter(f"p{idx}", numel) for idx, numel in enumerate(numels)]
+    if not sum(numels):
+        return
+    sizer = Sizer(params, ["int8"] * len(params))
+    (found,) = sizer.slices(range(len(params)), 1 << 30, Topology(ranks * hosts, ranks), "hierarchical")
+    chunks = [[_held_by_hand(param, chunk, ranks, hosts, 256) for param in params] for chunk in range(ranks * hosts)]
+    flags = -(-len(params) // 16) * 16
+    assert found.fp32_chunk_bytes == flags + max(sum(-(-4 * numel // 16) * 16 for numel in held) for held in chunks)
+    scales = [-(-sum(-(-numel // 256) * 4 for numel in held) // 16) * 16 for held in chunks]
+    codes = [sum(-(-numel // 16) * 16 for numel in held) for held in chunks]
+    assert found.chunk_bytes == flags + max(one + other for one, other in zip(scales, codes, strict=True))
 
 
 def test_a_ring_takes_its_rounds_and_its_bytes() -> None:
@@ -157,6 +178,10 @@ def test_hierarchical_sends_fp32_inside_a_host_and_the_codec_between() -> None:
     assert outer.wire_bytes == between.wire_bytes == 3 * 1_016 and outer.host_bytes == 8 * 3 * 1_016
     assert inside.wire_bytes == 7 * 4 * 1_016 and inside.host_bytes == 0
     assert cost.wire_bytes("hierarchical", size, topology) == sum(step.wire_bytes for step in steps)
+    one_host = cost.steps_of("hierarchical", "int8", SliceSize(32_000, 0, 4_064, 16_000), kernels, Topology(8, 8), NET)
+    assert [step.what for step in one_host] == ["pack", "all_to_all", "reduce", "all_gather", "unpack"]
+    assert cost.wire_bytes("hierarchical", SliceSize(32_000, 0, 4_064, 16_000), Topology(8, 8)) == 7 * (4_064 + 16_000)
+    assert cost.buffer_bytes("hierarchical", size, topology) == 2 * 32 * 4_000 + 5 * 1_016
     flat = cost.steps_of("scatter_gather", "int8", size, kernels, topology, NET)
     assert sum(step.host_bytes for step in flat) == 2 * 8 * 24 * 1_016  # eight times as much as leaves it above
 

@@ -107,7 +107,7 @@ def test_a_step_is_taken_apart_as_the_bench_has_explained_it() -> None:
 
 def test_a_link_of_a_told_rate_carries_that_less_the_headers() -> None:
     network = validate._network(_results(), cost.Topology(2), round_numbers(intra=link()))
-    assert network("median").inter.bytes_per_s == pytest.approx(125e6 * 1448 / 1514)
+    assert network("median").inter.bytes_per_s == pytest.approx(125e6 * 1448 / 1547)
     free = validate._network(_results(rate=None), cost.Topology(2), round_numbers(intra=link()))
     assert free("median").inter.bytes_per_s == pytest.approx(2e9)
 
