@@ -1,6 +1,6 @@
 """Measures what `gsync plan` needs: `gsync plan --calibrate FILE`, alone or under torchrun or srun.
 
-All ranks of a host measure at the same time, since they share its memory and cores in a training step too. Alone it starts two
+All ranks of a host measure at the same time, since they share its memory and cores in a training step too. Alone it starts
 ranks on this machine, and what they measure between them is the link inside a host. Under a launcher links are measured inside
 each host where it has several ranks, and between hosts where there are several: between the ranks of equal place, all at once.
 """
@@ -218,14 +218,14 @@ def between_ranks(place: Place, device: torch.device) -> Calibration:
 
 
 def calibrate(path: str, device: str, threads: int, ranks: int) -> None:
-    """Measure, on rank 0 write `path`. Under a launcher collective; alone `ranks` ranks are started here.
+    """Measure, on rank 0 write `path`. Under a launcher collective; alone starts `ranks` ranks, at most one for each GPU.
 
     Raises:
         RuntimeError: the measurement failed.
     """
     place = find_place()
     if place is None:
-        return _start(path, device, threads, ranks)
+        return _start(path, device, threads, min(ranks, torch.cuda.device_count()) if device == "cuda" else ranks)
     torch.set_num_threads(threads)
     kind = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":

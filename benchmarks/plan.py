@@ -10,6 +10,7 @@ How it predicts, and what it leaves out: docs/tuning.md.
 
 from __future__ import annotations
 
+import fnmatch
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch
 import typer
 
 from gsync import cost, machine
-from gsync.config import CODECS, PLAIN_CODECS
+from gsync.config import BLOCK_CODECS, CODECS, PLAIN_CODECS
 
 from . import calibrate as measuring
 from . import calibration as calibrations
@@ -99,6 +100,10 @@ class Options:
             for word in given:
                 if word not in known:
                     raise ValueError(f"--{name} {word}: expected one of {', '.join(known)}")
+        if self.codecs and not set(self.codecs) & set(BLOCK_CODECS):
+            for name, value in (("block-size", self.block_size), ("exempt", self.exempt)):
+                if value is not None:
+                    raise ValueError(f"--{name} acts on block codecs, and {', '.join(self.codecs)} is none")
         if self.backward_share is not None and self.timeline is not None:
             raise ValueError("--backward-share and --timeline both say when gradients are ready: give one of them")
 
@@ -171,7 +176,10 @@ def plan(
     ] = None,
     calibrate: Annotated[
         str | None,
-        _option(_FILES, "Measure into a file, and end: two ranks of this machine, or those that torchrun or srun has started."),
+        _option(
+            _FILES,
+            "Measure into a file, and end: --ranks-per-host ranks here, at least two, or those that torchrun or srun started.",
+        ),
     ] = None,
     validation: Annotated[
         str | None, _option(_FILES, "Of gsync bench --json: predict each row, compare, and end.", "--validate")
@@ -189,7 +197,7 @@ def plan(
     try:
         _check_files(calibrate, validation, json, plot, top)
         if calibrate is not None:
-            measuring.calibrate(calibrate, _device(device), threads, 2)
+            measuring.calibrate(calibrate, _device(device), threads, max(2, ranks_per_host))
             raise typer.Exit(0)
         if validation is not None:
             raise typer.Exit(validate.run(validation, calibration, json))
@@ -265,6 +273,9 @@ def make_planner(options: Options, calibration: Calibration) -> planner.Planner:
     if options.device != "auto" and options.device != calibration.device:
         raise ValueError(f"--device {options.device}: the calibration is of {calibration.device}; calibrate on such a machine")
     _, parameters = shapes.read_model(options.model, options.sizes)
+    for pattern in options.exempt or ():
+        if not any(fnmatch.fnmatchcase(param.name, pattern) for param in parameters):
+            raise ValueError(f"--exempt {pattern}: matches no parameter; the first is {parameters[0].name}")
     share: float = options.backward_share or _BACKWARD_SHARE
     curve: ready.Curve = ready.in_proportion
     if options.timeline is not None:

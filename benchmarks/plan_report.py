@@ -20,7 +20,8 @@ def print_table(results: dict[str, Any], top: int) -> None:
     hosts = results["world_size"] // results["ranks_per_host"]
     out.print(f"[bold]{results['model']}[/bold], {count(results['parameters'])} parameters", highlight=False)
     out.print(
-        f"{results['world_size']} ranks on {hosts} host{'s' if hosts > 1 else ''}, {results['device']}: "
+        f"{results['world_size']} rank{'s' if results['world_size'] > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, "
+        f"{results['device']}: "
         f"{number(results['step_ms'])} ms a step, {number(results['backward_ms'])} of it backward\n"
     )
     many = len({row["bucket_mb"] for row in rows}) > 1

@@ -185,6 +185,8 @@ def test_4096_ranks_take_less_than_10_seconds(tmp_path: Path, figures: list[str]
             [*SMALL, "--ranks-per-host", "1", "--exchange", "hierarchical"],
             "--exchange hierarchical: hierarchical needs several ranks a host",
         ),
+        ([*SMALL, "--exempt", "nothing.*"], "--exempt nothing.*: matches no parameter; the first is 0.weight"),
+        ([*SMALL, "--codec", "bf16", "--block-size", "64"], "--block-size acts on block codecs, and bf16 is none"),
         ([*SMALL, "--error-feedback", "--exchange", "all_reduce", "--codec", "bf16"], "no error feedback"),
         ([*SMALL, "--door", "window"], "--door window: expected one of gsync, reducer"),
         ([*SMALL, "--device", "cuda"], "--device cuda: the calibration is of cpu"),
