@@ -28,23 +28,24 @@ def accuracy(printed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("library", "steps", "saved", "more"),
+    ("library", "steps", "checkpoint", "more"),
     [
-        ("lightning", 184, "runs/last.ckpt", ["--epochs", "9"]),
-        ("accelerate", 184, "runs/accelerate", ["--epochs", "1"]),
-        ("transformers", 180, "runs/transformers/checkpoint-180", ["--steps", "203"]),
+        ("lightning", 184, "runs/last.ckpt", []),
+        ("accelerate", 184, "runs/accelerate", ["--epochs", "1"]),  # the one that starts fastest is also resumed
+        ("transformers", 180, "runs/transformers/checkpoint-180", []),
     ],
 )
-def test_trainers(library, steps, saved, more, tmp_path):
-    """Each is run, and again from its checkpoint for 23 steps more."""
+def test_trainers(library, steps, checkpoint, more, tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip(library)
     printed = run(tmp_path, f"with_{library}.py")
     assert f"gsync: {steps} steps" in printed and re.search(r"3.[78]\d to 1", printed), printed
     assert accuracy(printed) > 0.8, printed
-    printed = run(tmp_path, f"with_{library}.py", "--resume", saved, *more)
-    assert "gsync: 23 steps" in printed, printed
-    assert accuracy(printed) > 0.8, printed
+    assert (tmp_path / checkpoint).exists()
+    if more:
+        printed = run(tmp_path, f"with_{library}.py", "--resume", checkpoint, *more)
+        assert "gsync: 23 steps" in printed, printed
+        assert accuracy(printed) > 0.8, printed
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,6 @@ def test_trainers(library, steps, saved, more, tmp_path):
         ("compile.py", ["--compiler", "aot_eager"]),
         pytest.param("compile.py", [], marks=pytest.mark.slow),
         ("activation_checkpointing.py", []),
-        pytest.param("activation_checkpointing.py", ["--reentrant", "--door", "ddp"], marks=pytest.mark.slow),
         ("zero.py", []),
     ],
 )
