@@ -200,7 +200,9 @@ def plan(
             measuring.calibrate(calibrate, _device(device), threads, max(2, ranks_per_host))
             raise typer.Exit(0)
         if validation is not None:
-            raise typer.Exit(validate.run(validation, calibration, json))
+            if cores_per_rank is not None and not cores_per_rank > 0:
+                raise ValueError(f"--cores-per-rank {cores_per_rank}: expected more than 0")
+            raise typer.Exit(validate.run(validation, calibration, json, cores_per_rank))
         options = Options(
             model=_required("model", model),
             step_ms=_required("step-ms", step_ms),

@@ -48,7 +48,7 @@ def print_table(results: dict[str, Any], top: int) -> None:
         "",
         *([f"{left_out} slower rows left out; --top shows more, --json has all."] if left_out else []),
         "step, range: predicted, with every figure measured at its median, and from its",
-        "faster quartile to its slower one. ratio: to stock. exposed: ms beyond a step alone.",
+        "faster quartile to its slower one. ratio: to stock. exposed: ms not hidden.",
         "wire: bytes one rank sends per step; host: what leaves a host; mem: payload",
         "buffers and residuals of a rank. What is left out: docs/tuning.md.",
     ]

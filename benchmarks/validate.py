@@ -42,8 +42,11 @@ class Compared:
         return self.predicted_ms / self.measured_ms - 1
 
 
-def run(path: str, calibration_path: str | None, json_path: str | None) -> int:
+def run(path: str, calibration_path: str | None, json_path: str | None, cores_per_rank: float | None = None) -> int:
     """Print the comparison, and write it; return the exit code.
+
+    Args:
+        cores_per_rank: where other programs ran beside the bench; None: all of the machine.
 
     Raises:
         ValueError: the file is none of `gsync bench --json`, or there is no calibration, or it does not fit.
@@ -52,7 +55,7 @@ def run(path: str, calibration_path: str | None, json_path: str | None) -> int:
     if calibration_path is None:
         raise ValueError("--validate needs --calibration FILE of the same machine; gsync plan --calibrate FILE writes it")
     calibration = calibrations.read(calibration_path)
-    rows = compare(results, calibration)
+    rows = compare(results, calibration, cores_per_rank)
     out = report.console()
     out.print(f"[bold]{Path(path).name}[/bold]: {results['model']}, {results['world_size']} ranks, {results['hosts']} hosts, "
               f"{results['rate'] or 'no limit'}")  # fmt: skip
@@ -94,8 +97,8 @@ def read(path: str) -> dict[str, Any]:
     return dict(results)
 
 
-def compare(results: dict[str, Any], calibration: Calibration) -> list[Compared]:
-    """Return each row that was measured and can be predicted.
+def compare(results: dict[str, Any], calibration: Calibration, cores_per_rank: float | None = None) -> list[Compared]:
+    """Return each row that was measured and can be predicted; `cores_per_rank` as for `run`.
 
     Raises:
         ValueError: no row can, or the calibration is of another device, or lacks a link.
@@ -104,7 +107,7 @@ def compare(results: dict[str, Any], calibration: Calibration) -> list[Compared]
         raise ValueError(f"the run was on {results['device']}, the calibration is of {calibration.device}")
     topology = cost.Topology(results["world_size"], results["world_size"] // results["hosts"])
     made = planner.Planner(
-        _parameters(results), _settings(results, topology), calibration, _network(results, topology, calibration)
+        _parameters(results), _settings(results, topology, cores_per_rank), calibration, _network(results, topology, calibration)
     )
     found = []
     for row in results["rows"]:
@@ -124,7 +127,7 @@ def _parameters(results: dict[str, Any]) -> list[shapes.Parameter]:
     return shapes.read_model(results["model"], Sizes(**sizes))[1]
 
 
-def _settings(results: dict[str, Any], topology: cost.Topology) -> planner.Settings:
+def _settings(results: dict[str, Any], topology: cost.Topology, cores_per_rank: float | None = None) -> planner.Settings:
     """The step from no_sync; of it forward and optimizer as gsync's timelines had them."""
     alone_s = 1e-3 * results["no_sync_step_ms"]["median"]
     explained = [row["explained"] for row in results["rows"] if row.get("explained")]
@@ -137,7 +140,7 @@ def _settings(results: dict[str, Any], topology: cost.Topology) -> planner.Setti
     cores = 0.0
     if results["device"] == "cpu":  # namespaces share this machine; ranks that a launcher started have one each host
         sharing = results["world_size"] if "--hosts" in results.get("command", "") else topology.ranks_per_host
-        cores = results["machine"]["cores"] / sharing
+        cores = cores_per_rank or results["machine"]["cores"] / sharing
     fields = results.get("gsync_config", {})
     return planner.Settings(
         Training(forward, alone_s - forward - optimizer, optimizer, min(results["threads"], cores or results["threads"]), cores),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,18 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.intra is not None and found.inter is None
     assert found.intra.at("median").bytes_per_s == pytest.approx(2e9) and found.intra.sum_cpu_s["bf16"].p25 == 2e-10
     assert found.kernels_at("p75", False)["int8"].pack == 1.2e-10
+
+
+def test_the_documented_plan_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parent.parent
+    text = (root / "docs" / "tuning.md").read_text()
+    command = re.search(r"```sh\n(gsync plan --model .*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    assert command is not None
+    arguments = command.group(1).replace("\\\n", " ").split()[2:]
+    plot = arguments.index("--plot")
+    monkeypatch.chdir(root)
+    outcome = run(arguments[:plot] + arguments[plot + 2 :])
+    assert outcome.exit_code == 0, outcome.output
+    assert [line.rstrip() for line in outcome.output.splitlines()][: len(command.group(2).splitlines())] == [
+        line.rstrip() for line in command.group(2).splitlines()
+    ]

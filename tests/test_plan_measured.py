@@ -103,6 +103,7 @@ def test_a_step_is_taken_apart_as_the_bench_has_explained_it() -> None:
     assert training.cores == 1.0
     alone = {**_results(), "command": "torchrun -m gsync.benchmarks.ddp"}
     assert validate._settings(alone, cost.Topology(2)).training.cores == 2.0
+    assert validate._settings(_results(), cost.Topology(2), 0.7).training.cores == 0.7
 
 
 def test_a_link_of_a_told_rate_carries_that_less_the_headers() -> None:
