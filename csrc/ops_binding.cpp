@@ -37,7 +37,7 @@ class LayoutHandle {
  public:
   LayoutHandle(const std::vector<int64_t>& numels, const std::vector<int>& dtypes, const std::vector<int>& codecs,
                const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices,
-               const std::optional<std::vector<int64_t>>& block_sizes) {
+               const std::optional<std::vector<int64_t>>& block_sizes, int64_t num_shards) {
     const size_t count = numels.size();
     TORCH_CHECK_VALUE(dtypes.size() == count && codecs.size() == count && hashes.size() == count &&
                           (!block_sizes || block_sizes->size() == count),
@@ -49,10 +49,14 @@ class LayoutHandle {
       segments.push_back({numels[i], static_cast<Dtype>(dtypes[i]), static_cast<Kind>(codecs[i]), hashes[i],
                           block_sizes ? (*block_sizes)[i] : 0});
     }
-    layout_ = std::make_shared<const Layout>(build_layout(segments, num_chunks, slice_idx, num_slices));
+    layout_ = std::make_shared<const Layout>(build_layout(segments, num_chunks, slice_idx, num_slices, num_shards));
     dtypes_ = dtypes;
     // How much of a gradient its shares reach.
     numels_ = numels;
+  }
+
+  std::unique_ptr<LayoutHandle> in_fp32() const {
+    return std::unique_ptr<LayoutHandle>(new LayoutHandle(std::make_shared<const Layout>(uncompressed(*layout_)), *this));
   }
 
   const Layout& layout() const { return *layout_; }
@@ -67,6 +71,9 @@ class LayoutHandle {
   }
 
  private:
+  LayoutHandle(std::shared_ptr<const Layout> layout, const LayoutHandle& other)
+      : layout_(std::move(layout)), dtypes_(other.dtypes_), numels_(other.numels_) {}
+
   struct Less {
     bool operator()(const std::pair<c10::Device, c10::StreamId>& a, const std::pair<c10::Device, c10::StreamId>& b) const {
       return std::tuple(a.first.type(), a.first.index(), a.second) < std::tuple(b.first.type(), b.first.index(), b.second);
@@ -156,10 +163,11 @@ struct Encoding {
   EncodeOptions options;
 };
 
-// chunk: whose shares the residuals hold, -1: all of each parameter.
-Encoding parse_encoding(const char* operation, const LayoutHandle& handle, int64_t chunk, int64_t num_tiles, c10::Device device,
-                        const std::optional<OptionalTensors>& residuals, const std::optional<uint64_t>& random_key,
-                        const std::optional<at::Tensor>& error_sums) {
+// held_of: the elements of a segment that its residual holds.
+template <class Held>
+Encoding parse_encoding(const char* operation, const LayoutHandle& handle, const Held& held_of, int64_t num_tiles,
+                        c10::Device device, const std::optional<OptionalTensors>& residuals,
+                        const std::optional<uint64_t>& random_key, const std::optional<at::Tensor>& error_sums) {
   Encoding encoding;
   if (residuals) {
     const Layout& layout = handle.layout();
@@ -169,8 +177,7 @@ Encoding parse_encoding(const char* operation, const LayoutHandle& handle, int64
       encoding.residuals.push_back(nullptr);
       if (!(*residuals)[i]) continue;
       const at::Tensor& residual = *(*residuals)[i];
-      const Segment& segment = layout.segments[i];
-      const Run held = chunk < 0 ? Run{0, segment.numel} : share_of(segment, chunk, layout.num_chunks);
+      const Run held = held_of(layout.segments[i]);
       check_table(operation, "a residual", residual, at::kFloat, held.numel, device);
       if (held.numel == 0) continue;
       // As the address of element 0, though only the elements held are there.
@@ -200,7 +207,8 @@ void pack_tensors(LayoutHandle& handle, const OptionalTensors& gradients, const 
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   auto* counts = counters ? static_cast<int64_t*>(counters->mutable_data_ptr()) : nullptr;
   const auto num_tiles = static_cast<int64_t>(handle.layout().tiles.size());
-  const Encoding encoding = parse_encoding("pack", handle, -1, num_tiles, device, residuals, random_key, error_sums);
+  const auto all = [](const Segment& segment) { return Run{0, segment.numel}; };
+  const Encoding encoding = parse_encoding("pack", handle, all, num_tiles, device, residuals, random_key, error_sums);
   const py::gil_scoped_release no_gil;
   const c10::Stream stream = current_stream(device);
   const DeviceLayout& layout = handle.on(stream);
@@ -211,32 +219,44 @@ void pack_tensors(LayoutHandle& handle, const OptionalTensors& gradients, const 
 
 void reduce_tensors(LayoutHandle& handle, int64_t chunk, const std::vector<at::Tensor>& payloads, const at::Tensor& out,
                     double scale, const std::optional<OptionalTensors>& residuals, const std::optional<uint64_t>& random_key,
-                    const std::optional<at::Tensor>& error_sums, const std::optional<std::string>& cpu_level) {
+                    const std::optional<at::Tensor>& error_sums, LayoutHandle* sent,
+                    const std::optional<std::string>& cpu_level) {
   const c10::Device device = out.device();
-  TORCH_CHECK_VALUE(chunk >= 0 && chunk < handle.layout().num_chunks, "reduce: chunk is ", chunk, ", expected 0 to ",
-                    handle.layout().num_chunks - 1);
+  const Layout& sizes = handle.layout();
+  const int64_t count = sent == nullptr ? 1 : sizes.chunks_per_shard();
+  TORCH_CHECK_VALUE(chunk >= 0 && chunk < sizes.num_chunks && chunk % count == 0, "reduce: chunk is ", chunk, ", expected 0 to ",
+                    sizes.num_chunks - 1, count == 1 ? "" : ", the first of a shard");
   TORCH_CHECK_VALUE(!payloads.empty(), "reduce: no payloads, expected one per rank");
-  check_bytes("reduce", "out", out, handle.layout().chunk_bytes);
+  check_bytes("reduce", "out", out, count * sizes.chunk_bytes);
   std::vector<const uint8_t*> pointers;
   for (const at::Tensor& payload : payloads) {
-    check_bytes("reduce", "payloads", payload, handle.layout().chunk_bytes);
+    check_bytes("reduce", "payloads", payload, count * (sent == nullptr ? sizes : sent->layout()).chunk_bytes);
     TORCH_CHECK_VALUE(payload.device() == device, "reduce: a payload is on ", payload.device(), ", expected ", device);
     pointers.push_back(static_cast<const uint8_t*>(payload.const_data_ptr()));
   }
   const cpu::Level level = parse_level(cpu_level);
   auto* bytes = static_cast<uint8_t*>(out.mutable_data_ptr());
   const auto num_payloads = static_cast<int64_t>(pointers.size());
-  const auto& first_tile = handle.layout().chunk_first_tile;
-  const Encoding encoding = parse_encoding("reduce", handle, chunk, first_tile[chunk + 1] - first_tile[chunk], device, residuals,
-                                           random_key, error_sums);
+  const int64_t num_tiles = sizes.chunk_first_tile[chunk + count] - sizes.chunk_first_tile[chunk];
+  const auto held_of = [&](const Segment& segment) {
+    return sent == nullptr ? share_of(segment, chunk, sizes.num_chunks, sizes.num_shards)
+                           : shard_of(segment, chunk / count, sizes.num_shards);
+  };
+  const Encoding encoding = parse_encoding("reduce", handle, held_of, num_tiles, device, residuals, random_key, error_sums);
   const py::gil_scoped_release no_gil;
   const c10::Stream stream = current_stream(device);
   const DeviceLayout& layout = handle.on(stream);
+  const auto factor = static_cast<float>(scale);
   if (!device.is_cpu()) {
-    return reduce(layout, chunk, pointers.data(), num_payloads, bytes, static_cast<float>(scale), stream, encoding.options);
+    if (sent == nullptr) return reduce(layout, chunk, pointers.data(), num_payloads, bytes, factor, stream, encoding.options);
+    return reduce_shard(layout, sent->on(stream), chunk / count, pointers.data(), num_payloads, bytes, factor, stream,
+                        encoding.options);
   }
-  const ReduceArgs args{layout.view_of_chunk(chunk), pointers.data(), num_payloads, bytes,
-                        static_cast<float>(scale),   encoding.options};
+  const ReduceArgs args =
+      sent == nullptr
+          ? ReduceArgs{layout.view_of_chunks(chunk, 1), pointers.data(), num_payloads, bytes, factor, encoding.options}
+          : reduce_shard_args(layout, sent->on(stream), chunk / count, pointers.data(), num_payloads, bytes, factor,
+                              encoding.options);
   for_tiles(args.layout.num_tiles, [&](int64_t first, int64_t last) { cpu::reduce(args, first, last, level); });
 }
 
@@ -281,6 +301,7 @@ py::list shares_of(const LayoutHandle& handle) {
 
 void bind_ops(py::module_& module) {
   py::class_<LayoutHandle>(module, "Layout")
+      .def("uncompressed", &LayoutHandle::in_fp32, "The same slice with its elements as fp32.")
       .def_property_readonly("payload_bytes", [](const LayoutHandle& h) { return h.layout().payload_bytes(); })
       .def_property_readonly("chunk_bytes", [](const LayoutHandle& h) { return h.layout().chunk_bytes; })
       .def_property_readonly("num_segments", [](const LayoutHandle& h) { return h.layout().num_segments; })
@@ -304,11 +325,12 @@ void bind_ops(py::module_& module) {
       "layout",
       [](const std::vector<int64_t>& numels, const std::vector<int>& dtypes, const std::vector<int>& codecs,
          const std::vector<uint64_t>& hashes, int64_t num_chunks, int64_t slice_idx, int64_t num_slices,
-         const std::optional<std::vector<int64_t>>& block_sizes) {
-        return std::make_unique<LayoutHandle>(numels, dtypes, codecs, hashes, num_chunks, slice_idx, num_slices, block_sizes);
+         const std::optional<std::vector<int64_t>>& block_sizes, int64_t num_shards) {
+        return std::make_unique<LayoutHandle>(numels, dtypes, codecs, hashes, num_chunks, slice_idx, num_slices, block_sizes,
+                                              num_shards);
       },
       py::arg("numels"), py::arg("dtypes"), py::arg("codecs"), py::arg("hashes"), py::arg("num_chunks"), py::arg("slice_idx") = 0,
-      py::arg("num_slices") = 1, py::arg("block_sizes") = py::none());
+      py::arg("num_slices") = 1, py::arg("block_sizes") = py::none(), py::arg("num_shards") = 1);
   module.def("hash64", [](const std::string& name) { return hash64(name); });
   module.def("has_kernels", [](const std::string& device_type) { return has_kernels(c10::Device(device_type).type()); });
   // For extensions that bring a type of device of their own; see kernel_table.h.
@@ -333,7 +355,8 @@ void bind_ops(py::module_& module) {
              py::arg("error_sums") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
   module.def("reduce", &reduce_tensors, py::arg("layout"), py::arg("chunk"), py::arg("payloads"), py::arg("out"),
              py::arg("scale"), py::arg("residuals") = py::none(), py::arg("random_key") = py::none(),
-             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
+             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("sent") = py::none(),
+             py::arg("cpu_level") = py::none());
   module.def("unpack", &unpack_tensors, py::arg("layout"), py::arg("payload"), py::arg("gradients"), py::arg("partials"),
              py::arg("found_nonfinite"), py::arg("finalize"), py::arg("sum_of_squares") = py::none(), py::kw_only(),
              py::arg("cpu_level") = py::none());

@@ -35,7 +35,7 @@ class DeviceLayout {
 
   /// Tables in the device's memory.
   LayoutView view() const;
-  LayoutView view_of_chunk(int64_t chunk) const;
+  LayoutView view_of_chunks(int64_t chunk, int64_t count) const;
   const SegmentPartials* segments() const;
 
   DeviceTables* tables() const { return tables_.get(); }  // null on the CPU
@@ -65,6 +65,14 @@ void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* pay
 /// Writes every byte of `out` [layout.chunk_bytes, aligned to 16 bytes]; payloads: that chunk as each rank sent it.
 void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
             float scale, c10::Stream stream, const EncodeOptions& encode = {});
+/// The same for a shard: writes every byte of `out` [layout.chunks_per_shard() * layout.chunk_bytes] from payloads
+/// [sent.chunks_per_shard() * sent.chunk_bytes] that hold that shard in fp32.
+/// Args: sent: of uncompressed(layout.layout()), on the same device.
+void reduce_shard(const DeviceLayout& layout, const DeviceLayout& sent, int64_t shard, const uint8_t* const* payloads,
+                  int64_t num_payloads, uint8_t* out, float scale, c10::Stream stream, const EncodeOptions& encode = {});
+/// The arguments of reduce_shard() for one kernel.
+ReduceArgs reduce_shard_args(const DeviceLayout& layout, const DeviceLayout& sent, int64_t shard, const uint8_t* const* payloads,
+                             int64_t num_payloads, uint8_t* out, float scale, const EncodeOptions& encode);
 
 /// Writes gradients, and the slice's part of `partials` [layout.num_partials]; sets *found_nonfinite, never clears it.
 /// `sum_of_squares` [num_segments] is written from all of `partials`; null for all slices of a bucket but its last.

@@ -132,8 +132,8 @@ LayoutView DeviceLayout::view() const {
   return view;
 }
 
-LayoutView DeviceLayout::view_of_chunk(int64_t chunk) const {
-  LayoutView view = layout_->view_of_chunk(chunk);
+LayoutView DeviceLayout::view_of_chunks(int64_t chunk, int64_t count) const {
+  LayoutView view = layout_->view_of_chunks(chunk, count);
   if (tables_) {
     view.shares = tables_->shares();
     view.tiles = tables_->tiles() + layout_->chunk_first_tile[chunk];
@@ -151,13 +151,29 @@ void pack(const DeviceLayout& layout, const void* const* gradients, uint8_t* pay
   kernels.pack(args, workspace(layout, kernels, gradients, args.layout.num_segments, stream, encode), stream);
 }
 
-void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
-            float scale, c10::Stream stream, const EncodeOptions& encode) {
-  const ReduceArgs args{layout.view_of_chunk(chunk), payloads, num_payloads, out, scale, encode};
+static void reduce(const DeviceLayout& layout, const ReduceArgs& args, c10::Stream stream) {
   const KernelTable& kernels = kernels_for(layout.device());
   const c10::OptionalDeviceGuard guard(on_device(layout));
-  const auto* addresses = reinterpret_cast<const void* const*>(payloads);
-  kernels.reduce(args, workspace(layout, kernels, addresses, num_payloads, stream, encode), stream);
+  const auto* addresses = reinterpret_cast<const void* const*>(args.payloads);
+  kernels.reduce(args, workspace(layout, kernels, addresses, args.num_payloads, stream, args.encode), stream);
+}
+
+void reduce(const DeviceLayout& layout, int64_t chunk, const uint8_t* const* payloads, int64_t num_payloads, uint8_t* out,
+            float scale, c10::Stream stream, const EncodeOptions& encode) {
+  reduce(layout, ReduceArgs{layout.view_of_chunks(chunk, 1), payloads, num_payloads, out, scale, encode}, stream);
+}
+
+ReduceArgs reduce_shard_args(const DeviceLayout& layout, const DeviceLayout& sent, int64_t shard, const uint8_t* const* payloads,
+                             int64_t num_payloads, uint8_t* out, float scale, const EncodeOptions& encode) {
+  const int64_t count = layout.layout().chunks_per_shard();
+  const LayoutView view = layout.view_of_chunks(shard * count, count);
+  return {view, payloads, num_payloads, out, scale, encode, sent.view().shares, sent.layout().chunk_bytes, shard * count};
+}
+
+void reduce_shard(const DeviceLayout& layout, const DeviceLayout& sent, int64_t shard, const uint8_t* const* payloads,
+                  int64_t num_payloads, uint8_t* out, float scale, c10::Stream stream, const EncodeOptions& encode) {
+  if (sent.tables() != nullptr) sent.tables()->used_on(stream);
+  reduce(layout, reduce_shard_args(layout, sent, shard, payloads, num_payloads, out, scale, encode), stream);
 }
 
 void unpack(const DeviceLayout& layout, const uint8_t* payload, void* const* gradients, double* partials,

@@ -32,16 +32,19 @@ BACKEND_NAMES = ("auto", "native", "triton", "reference")
 class BucketLayout:
     """The layout of a bucket, or of a slice of it, in the forms that the backends want; each is made when first asked for."""
 
-    def __init__(self, segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1, num_shards: int = 1
+    ) -> None:
         self.segments = tuple(segments)
         self.num_chunks = num_chunks
         self._slice = (slice_idx, num_slices)
+        self._num_shards = num_shards
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     @functools.cached_property
     def python(self) -> Layout:
         """The layout as gsync/layout.py builds it."""
-        return build_layout(self.segments, self.num_chunks, *self._slice)
+        return build_layout(self.segments, self.num_chunks, *self._slice, self._num_shards)
 
     @functools.cached_property
     def native(self) -> Any:
@@ -49,7 +52,12 @@ class BucketLayout:
         columns = zip(*((s.numel, s.dtype, s.codec, s.name_hash, s.block_size) for s in self.segments), strict=True)
         numels, dtypes, codecs, hashes, block_sizes = map(list, columns) if self.segments else ([], [], [], [], [])
         layout = _native.require('backend="native"').layout
-        return layout(numels, dtypes, codecs, hashes, self.num_chunks, *self._slice, block_sizes)
+        return layout(numels, dtypes, codecs, hashes, self.num_chunks, *self._slice, block_sizes, self._num_shards)
+
+    @functools.cached_property
+    def uncompressed(self) -> BucketLayout:
+        """The same slice with its elements as fp32; see `Layout.uncompressed`."""
+        return _Uncompressed(self)
 
     @property
     def sizes(self) -> Any:
@@ -63,6 +71,20 @@ class BucketLayout:
             tables = (layout.share_table(), layout.tile_table(), layout.partial_table())
             self._tables[device] = tuple(table.to(device) for table in tables)  # type: ignore[assignment]
         return self._tables[device]
+
+
+class _Uncompressed(BucketLayout):
+    def __init__(self, layout: BucketLayout) -> None:
+        super().__init__(layout.segments, layout.num_chunks, *layout._slice, layout._num_shards)
+        self._compressed = layout
+
+    @functools.cached_property
+    def python(self) -> Layout:
+        return self._compressed.python.uncompressed
+
+    @functools.cached_property
+    def native(self) -> Any:
+        return self._compressed.native.uncompressed()
 
 
 class Backend(Protocol):
@@ -89,6 +111,7 @@ class Backend(Protocol):
         out: Tensor,
         scale: float,
         options: EncodeOptions = NEAREST,
+        uncompressed: bool = False,
     ) -> None: ...
 
     def unpack(
@@ -106,8 +129,8 @@ class ReferenceBackend:
     def pack(self, layout, gradients, payload, scale, counters=None, options=NEAREST):  # type: ignore[no-untyped-def]
         reference.pack(layout.python, gradients, payload, scale, counters, options)
 
-    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST):  # type: ignore[no-untyped-def]
-        reference.reduce(layout.python, chunk, payloads, out, scale, options)
+    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST, uncompressed=False):  # type: ignore[no-untyped-def]
+        reference.reduce(layout.python, chunk, payloads, out, scale, options, uncompressed)
 
     def unpack(self, layout, payload, gradients, partials, found_nonfinite, sum_of_squares):  # type: ignore[no-untyped-def]
         reference.unpack(layout.python, payload, gradients, partials, found_nonfinite, sum_of_squares)
@@ -118,9 +141,10 @@ class NativeBackend:
         encoding = (options.residuals, options.random_key, options.error_sums)
         _native.C.pack(layout.native, gradients, payload, scale, counters, *encoding)  # type: ignore[union-attr]
 
-    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST):  # type: ignore[no-untyped-def]
+    def reduce(self, layout, chunk, payloads, out, scale, options=NEAREST, uncompressed=False):  # type: ignore[no-untyped-def]
         encoding = (options.residuals, options.random_key, options.error_sums)
-        _native.C.reduce(layout.native, chunk, payloads, out, scale, *encoding)  # type: ignore[union-attr]
+        sent = layout.uncompressed.native if uncompressed else None
+        _native.C.reduce(layout.native, chunk, payloads, out, scale, *encoding, sent=sent)  # type: ignore[union-attr]
 
     def unpack(self, layout, payload, gradients, partials, found_nonfinite, sum_of_squares):  # type: ignore[no-untyped-def]
         finalize = sum_of_squares is not None

@@ -2,15 +2,18 @@
 
 A parameter of n blocks is owned by all ranks together: with r = (chunk - name_hash) mod num_chunks, chunk ``chunk`` holds its
 blocks floor(n*r/num_chunks) .. floor(n*(r+1)/num_chunks)-1. Chunk c of a bucket is the concatenation of those shares, padded to
-the largest chunk. A slice is a run of tiles of every chunk. One chunk of a slice is: flags, scales share by share, codes share by
+the largest chunk. Chunks may form shards of H = num_chunks/num_shards chunks each, of which every one holds consecutive blocks of a
+parameter: chunk g*H + h then has r = ((g - name_hash) mod num_shards)*H + ((h - floor(name_hash/num_shards)) mod H). A slice is a run of tiles of every chunk. One chunk of a slice is: flags, scales share by share, codes share by
 share, padding, every area padded with zeros to 16 bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -87,6 +90,7 @@ class Layout:
     chunk_bytes: int
     num_partials: int
     segments: tuple[Segment, ...]
+    num_shards: int = 1
 
     @property
     def payload_bytes(self) -> int:
@@ -101,13 +105,28 @@ class Layout:
         """Whether a segment has a block codec."""
         return any(segment.codec in BLOCK_SIZES for segment in self.segments)
 
-    def first_elements(self, chunk: int) -> list[int]:
-        """For each segment, the first element that the chunk of the whole bucket holds."""
-        return [share_of(segment, chunk, self.num_chunks)[0] for segment in self.segments]
+    @property
+    def chunks_per_shard(self) -> int:
+        return self.num_chunks // self.num_shards
 
-    def shares_of_chunk(self, chunk: int) -> tuple[Share, ...]:
-        """The shares of one chunk, in the order of their bytes."""
-        return self.shares[self.chunk_first_share[chunk] : self.chunk_first_share[chunk + 1]]
+    def held(self, chunk: int, is_shard: bool = False) -> list[tuple[int, int]]:
+        """For each segment, first element and numel of what the chunk of the whole bucket holds, or the shard it begins."""
+        if is_shard:
+            shard = chunk // self.chunks_per_shard
+            return [shard_of(segment, shard, self.num_shards) for segment in self.segments]
+        return [share_of(segment, chunk, self.num_chunks, self.num_shards) for segment in self.segments]
+
+    def shares_of_chunks(self, chunk: int, count: int = 1) -> tuple[Share, ...]:
+        """The shares of `count` chunks from `chunk` on, in the order of their bytes."""
+        return self.shares[self.chunk_first_share[chunk] : self.chunk_first_share[chunk + count]]
+
+    @functools.cached_property
+    def uncompressed(self) -> Layout:
+        """The same slice with its elements as fp32: shares have the same numbers, elements and flags, but other places."""
+        plain = {"kind": CODEC_KINDS["fp32"], "scales_offset": 0, "scales_padding": 0}
+        shares = [dataclasses.replace(share, **plain) if share.segment >= 0 else share for share in self.shares]
+        begins = zip(self.chunk_first_share, self.chunk_first_share[1:], strict=False)
+        return dataclasses.replace(self, **_place([shares[begin:end] for begin, end in begins], self.num_segments))
 
     def share_table(self) -> torch.Tensor:
         """The shares as kernels read them: [num_shares, 8] int64 on the CPU, 64 bytes a share."""
@@ -144,12 +163,19 @@ def codes_bytes(kind: int, numel: int) -> int:
     return numel * CODE_BYTES.get(kind, 1)
 
 
-def share_of(segment: Segment, chunk: int, num_chunks: int) -> tuple[int, int]:
+def share_of(segment: Segment, chunk: int, num_chunks: int, num_shards: int = 1) -> tuple[int, int]:
     """First element and numel of what chunk `chunk` of the bucket holds of a segment: what one rank reduces."""
-    return _part(segment, (chunk - segment.name_hash) % num_chunks, num_chunks)
+    return _part(segment, _part_idx(segment, chunk, num_chunks, num_shards), num_chunks)
 
 
-def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1) -> Layout:
+def shard_of(segment: Segment, shard: int, num_shards: int) -> tuple[int, int]:
+    """First element and numel of what the chunks of shard `shard` of the bucket hold of a segment together."""
+    return _part(segment, (shard - segment.name_hash) % num_shards, num_shards)
+
+
+def build_layout(
+    segments: Sequence[Segment], num_chunks: int, slice_idx: int = 0, num_slices: int = 1, num_shards: int = 1
+) -> Layout:
     """The layout of one slice of a bucket.
 
     Args:
@@ -157,12 +183,13 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
         num_chunks: ranks that share the reduction, at least 1.
         slice_idx: which slice, from 0.
         num_slices: slices the bucket is cut into, at least 1.
+        num_shards: into how many runs of chunks, a divisor of num_chunks.
 
     Raises:
-        ValueError: num_chunks < 1, num_slices < 1, slice_idx out of range, negative numel, unknown codec or dtype,
-            a block_size that is not a power of two from MIN_BLOCK to MAX_BLOCK.
+        ValueError: num_chunks < 1, num_slices < 1, slice_idx out of range, negative numel, unknown codec or dtype, num_shards
+            does not divide num_chunks, a block_size that is not a power of two from MIN_BLOCK to MAX_BLOCK.
     """
-    _check(segments, num_chunks, slice_idx, num_slices)
+    _check(segments, num_chunks, slice_idx, num_slices, num_shards)
     # 1. Partial sums, in the order of the elements of the whole bucket.
     partials: list[tuple[int, int]] = []
     first_partial: list[list[int]] = []
@@ -175,19 +202,20 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
         first_partial.append(firsts)
         partials.append((begin, num_partials))
 
-    # 2. The shares of every chunk that fall into this slice.
+    # 2. The shares of every chunk that fall into this slice: flags, codes, padding.
     codecs = {segment.codec for segment in segments}
     flag_kind = codecs.pop() if len(codecs) == 1 and codecs <= CODE_BYTES.keys() else BYTE_FLAGS
     flag_bytes = CODE_BYTES.get(flag_kind, 1)
     chunks: list[list[Share]] = []
-    ends: list[int] = []
     for chunk in range(num_chunks):
-        shares = []
-        if segments:
-            shares.append(Share(0, len(segments), 0, 0, 0, 0, -1, chunk, flag_bytes, KIND_FLAGS, 0, flag_kind))
+        shares: list[Share] = []
+        chunks.append(shares)
+        if not segments:
+            continue
+        shares.append(Share(0, len(segments), 0, 0, 0, 0, -1, chunk, flag_bytes, KIND_FLAGS, 0, flag_kind))
         parts = []
         for segment in segments:
-            r = (chunk - segment.name_hash) % num_chunks
+            r = _part_idx(segment, chunk, num_chunks, num_shards)
             parts.append((r, *_part(segment, r, num_chunks)))
         chunk_tiles = sum(_ceil_div(numel, TILE_ELEMENTS) for _, _, numel in parts)
         slice_begin = chunk_tiles * slice_idx // num_slices
@@ -215,58 +243,66 @@ def build_layout(segments: Sequence[Segment], num_chunks: int, slice_idx: int = 
                 flag_kind=0,
             )
             shares.append(share)
-        offset = _place(shares, len(segments) * flag_bytes)
-        chunks.append(shares)
-        ends.append(offset)
-    chunk_bytes = max(ends)
-
-    # 3. Padding to the largest chunk, then tiles.
-    chunk_first_tile, chunk_first_share = [0], [0]
-    for chunk, (shares, end) in enumerate(zip(chunks, ends, strict=True)):
-        if end < chunk_bytes:
-            shares.append(Share(0, chunk_bytes - end, end, 0, 0, 0, -1, chunk, 1, KIND_PADDING, 0, 0))
-        num_tiles = sum(_ceil_div(share.numel, TILE_ELEMENTS) for share in shares)
-        chunk_first_tile.append(chunk_first_tile[-1] + num_tiles)
-        chunk_first_share.append(chunk_first_share[-1] + len(shares))
+        shares.append(Share(0, 0, 0, 0, 0, 0, -1, chunk, 1, KIND_PADDING, 0, 0))
     return Layout(
-        shares=tuple(share for shares in chunks for share in shares),
-        chunk_first_tile=tuple(chunk_first_tile),
-        chunk_first_share=tuple(chunk_first_share),
         partials=tuple(partials),
         num_segments=len(segments),
         num_chunks=num_chunks,
-        chunk_bytes=chunk_bytes,
         num_partials=num_partials,
         segments=tuple(segments),
+        num_shards=num_shards,
+        **_place(chunks, len(segments)),
     )
 
 
-def _place(shares: list[Share], flags_bytes: int) -> int:
-    """Give the shares of one chunk their scales and codes, in place; return where the codes end."""
-    offset = _align(flags_bytes)
-    last_with_scales = None
-    for i, share in enumerate(shares):
-        if share.kind in SCALE_BYTES:
-            num_bytes = _ceil_div(share.numel, share.block_size) * SCALE_BYTES[share.kind]
-            padding = -num_bytes % 4
-            shares[i] = dataclasses.replace(share, scales_offset=offset, scales_padding=padding)
-            offset += num_bytes + padding
-            last_with_scales = i
-    if last_with_scales is not None:
-        share = shares[last_with_scales]
-        padding = share.scales_padding + _align(offset) - offset
-        shares[last_with_scales] = dataclasses.replace(share, scales_padding=padding)
-        offset = _align(offset)
-    for i, share in enumerate(shares):
-        if share.segment >= 0:
-            shares[i] = dataclasses.replace(share, codes_offset=offset)
-            offset += _align(codes_bytes(share.kind, share.numel))
-    return offset
+def _place(chunks: list[list[Share]], num_segments: int) -> dict[str, Any]:
+    """The fields of a layout that follow from its shares: their places, padding to the largest chunk, tiles.
+
+    Args:
+        chunks: the shares of each: flags, codes in segment order, padding. Changed.
+    """
+    chunk_bytes = 0
+    for shares in filter(None, chunks):
+        offset = _align(num_segments * shares[0].block_size)
+        last_with_scales = None
+        for i, share in enumerate(shares):
+            if share.kind in SCALE_BYTES:
+                num_bytes = _ceil_div(share.numel, share.block_size) * SCALE_BYTES[share.kind]
+                padding = -num_bytes % 4
+                shares[i] = dataclasses.replace(share, scales_offset=offset, scales_padding=padding)
+                offset += num_bytes + padding
+                last_with_scales = i
+        if last_with_scales is not None:
+            share = shares[last_with_scales]
+            padding = share.scales_padding + _align(offset) - offset
+            shares[last_with_scales] = dataclasses.replace(share, scales_padding=padding)
+            offset = _align(offset)
+        for i, share in enumerate(shares):
+            if share.segment >= 0:
+                shares[i] = dataclasses.replace(share, codes_offset=offset)
+                offset += _align(codes_bytes(share.kind, share.numel))
+        shares[-1] = dataclasses.replace(shares[-1], codes_offset=offset)
+        chunk_bytes = max(chunk_bytes, offset)
+    chunk_first_tile, chunk_first_share = [0], [0]
+    for shares in chunks:
+        if shares:
+            shares[-1] = dataclasses.replace(shares[-1], numel=chunk_bytes - shares[-1].codes_offset)
+        num_tiles = sum(_ceil_div(share.numel, TILE_ELEMENTS) for share in shares)
+        chunk_first_tile.append(chunk_first_tile[-1] + num_tiles)
+        chunk_first_share.append(chunk_first_share[-1] + len(shares))
+    return {
+        "shares": tuple(share for shares in chunks for share in shares),
+        "chunk_first_tile": tuple(chunk_first_tile),
+        "chunk_first_share": tuple(chunk_first_share),
+        "chunk_bytes": chunk_bytes,
+    }
 
 
-def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_slices: int) -> None:
+def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_slices: int, num_shards: int) -> None:
     if num_chunks < 1:
         raise ValueError(f"layout: num_chunks is {num_chunks}, expected at least 1")
+    if num_shards < 1 or num_chunks % num_shards:
+        raise ValueError(f"layout: num_shards is {num_shards}, expected a divisor of num_chunks, {num_chunks}")
     if num_slices < 1:
         raise ValueError(f"layout: num_slices is {num_slices}, expected at least 1")
     if not 0 <= slice_idx < num_slices:
@@ -284,6 +320,13 @@ def _check(segments: Sequence[Segment], num_chunks: int, slice_idx: int, num_sli
             raise ValueError(f"layout: block_sizes[{i}] is {size}, expected 0 or a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
         if not 0 <= segment.dtype <= 3:
             raise ValueError(f"layout: dtypes[{i}] is {segment.dtype}, expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)")
+
+
+def _part_idx(segment: Segment, chunk: int, num_chunks: int, num_shards: int) -> int:
+    """Which of the num_chunks parts of a segment chunk `chunk` holds."""
+    shard, place = divmod(chunk, num_chunks // num_shards)
+    per_shard = num_chunks // num_shards
+    return (shard - segment.name_hash) % num_shards * per_shard + (place - segment.name_hash // num_shards) % per_shard
 
 
 def _part(segment: Segment, r: int, num_chunks: int) -> tuple[int, int]:

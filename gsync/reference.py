@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import reference_block as block
 from .encoding import NEAREST, EncodeOptions
-from .layout import BYTE_FLAGS, DTYPE_CODES, KIND_FLAGS, KIND_PADDING, SCALE_BYTES, TILE_ELEMENTS, Layout, Share, share_of
+from .layout import BYTE_FLAGS, DTYPE_CODES, KIND_FLAGS, KIND_PADDING, SCALE_BYTES, TILE_ELEMENTS, Layout, Share
 
 # By number in layout.CODEC_KINDS: what the codes are, and the same as integers.
 CODE_DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
@@ -99,9 +99,15 @@ def pack(
 
 
 def reduce(
-    layout: Layout, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float, options: EncodeOptions = NEAREST
+    layout: Layout,
+    chunk: int,
+    payloads: Sequence[Tensor],
+    out: Tensor,
+    scale: float,
+    options: EncodeOptions = NEAREST,
+    uncompressed: bool = False,
 ) -> None:
-    """Writes every byte of one chunk: the sum over ranks, in rank order, times `scale`.
+    """Writes every byte of one chunk, or of a shard: the sum over ranks, in rank order, times `scale`.
 
     Args:
         layout: where each byte lies.
@@ -110,24 +116,32 @@ def reduce(
         out [layout.chunk_bytes] uint8: written.
         scale: multiplies the sum in fp32.
         options: residuals of the elements of this chunk, rounding, sums of errors.
+        uncompressed: instead of one chunk, the shard that begins with it: H = layout.chunks_per_shard chunks one after the other.
+            Payloads are [H * layout.uncompressed.chunk_bytes], in the places of that layout; out is [H * layout.chunk_bytes].
     """
     out.zero_()
+    sent = layout.uncompressed if uncompressed else layout
+    count = layout.chunks_per_shard if uncompressed else 1
+    held = layout.held(chunk, is_shard=uncompressed)
+    pairs = zip(_with_tiles(layout.shares_of_chunks(chunk, count)), sent.shares_of_chunks(chunk, count), strict=True)
     with default_float_mode(out.device):
         factor = torch.tensor(scale, dtype=torch.float32)
         used = torch.empty(0)
-        for share, first_tile in _with_tiles(layout.shares_of_chunk(chunk)):
+        for (share, first_tile), sent_share in pairs:
+            idx = share.chunk - chunk
+            sent_chunks = [payload[idx * sent.chunk_bytes :][: sent.chunk_bytes] for payload in payloads]
+            out_chunk = out[idx * layout.chunk_bytes :][: layout.chunk_bytes]
             if share.kind == KIND_FLAGS:
-                flags = [_area(payload, share) for payload in payloads]
+                flags = [_area(sent_chunk, sent_share) for sent_chunk in sent_chunks]
                 used = torch.stack([flag.view(_INTEGERS.get(flag.dtype, flag.dtype)) != 0 for flag in flags]).any(0)
-                _area(out, share).copy_(used)
+                _area(out_chunk, share).copy_(used)
             elif share.kind != KIND_PADDING and (options.residuals is None or used[share.segment]):
                 # With a residual, a parameter that no rank used stays zero and the reducer keeps what it has.
-                total = decode_share(payloads[0], share)
-                for payload in payloads[1:]:
-                    total = total + decode_share(payload, share)
-                held, _ = share_of(layout.segments[share.segment], chunk, layout.num_chunks)
-                residual = _residual(options, share, share.element - held)
-                encode_share(out, share, total * factor, residual, options, first_tile)
+                total = decode_share(sent_chunks[0], sent_share)
+                for sent_chunk in sent_chunks[1:]:
+                    total = total + decode_share(sent_chunk, sent_share)
+                residual = _residual(options, share, share.element - held[share.segment][0])
+                encode_share(out_chunk, share, total * factor, residual, options, first_tile)
 
 
 def unpack(

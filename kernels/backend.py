@@ -47,18 +47,33 @@ class TritonBackend:
             shares, tiles, pointers, payload, table.chunk_bytes, scale, counters, residuals, key, error_sums, _block_sizes(table)
         )
 
-    def reduce(self, layout: Any, chunk: int, payloads: Sequence[Tensor], out: Tensor, scale: float, options: Any = None) -> None:
-        """Write every byte of one chunk; see gsync.reference.reduce."""
+    def reduce(
+        self,
+        layout: Any,
+        chunk: int,
+        payloads: Sequence[Tensor],
+        out: Tensor,
+        scale: float,
+        options: Any = None,
+        uncompressed: bool = False,
+    ) -> None:
+        """Write every byte of one chunk, or of a shard; see gsync.reference.reduce."""
         shares, tiles, _ = layout.tables_on(out.device)
         table = layout.python
-        first, last = table.chunk_first_tile[chunk : chunk + 2]
+        count = table.chunks_per_shard if uncompressed else 1
+        first, last = table.chunk_first_tile[chunk], table.chunk_first_tile[chunk + count]
         addresses = _address_table(payloads, out.device)
-        if not _is_general(table, options):
+        if not uncompressed and not _is_general(table, options):
             return elementwise.reduce(shares, tiles[first:last], addresses, out, scale)
-        residuals, key, error_sums = _encoding(options, out.device, table.first_elements(chunk))
+        firsts = [element for element, _ in table.held(chunk, is_shard=uncompressed)]
+        residuals, key, error_sums = _encoding(options, out.device, firsts)
         flag_bytes = table.shares[0].block_size if table.segments else 1
+        sent = None
+        if uncompressed:
+            sent_shares, _, _ = layout.uncompressed.tables_on(out.device)
+            sent = (sent_shares, table.chunk_bytes, layout.uncompressed.python.chunk_bytes, chunk)
         block.reduce(
-            shares, tiles[first:last], addresses, out, scale, flag_bytes, residuals, key, error_sums, _block_sizes(table)
+            shares, tiles[first:last], addresses, out, scale, flag_bytes, residuals, key, error_sums, _block_sizes(table), sent
         )  # fmt: skip
 
     def unpack(

@@ -255,14 +255,27 @@ def pack_kernel(
                 tl.atomic_add(counters + 1, _sum((nonzero & is_zero).to(tl.int32), 0).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_payloads", "key_low", "key_high"])
+@triton.jit(do_not_specialize=["num_payloads", "key_low", "key_high", "chunk_bytes", "sent_chunk_bytes", "first_chunk"])
 def reduce_kernel(
     shares, tiles, payloads, residuals, out, error_sums, num_payloads, flag_bytes, scale, key_low, key_high,
+    sent_shares, chunk_bytes, sent_chunk_bytes, first_chunk,
     stochastic: tl.constexpr, block_8: tl.constexpr, block_4: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of a reduced chunk: the fp32 sum in rank order, times scale, encoded once."""
+    """Writes one tile of a reduced chunk: the fp32 sum in rank order, times scale, encoded once.
+
+    With `sent_shares` one of a shard, whose chunks lie one after the other, from payloads that hold it in fp32.
+    """
     share, first, numel, kind, _dtype = _load_tile(shares, tiles)
     start = _codes_start(share)
+    if sent_shares is not None:
+        chunk_idx = (tl.load(share + 6) >> 32) - first_chunk
+        out += tl.multiple_of(chunk_idx * chunk_bytes, 16)
+        sent_start = tl.multiple_of(chunk_idx * sent_chunk_bytes, 16)
+        sent_share, _first, _numel, sent_kind, _sent_dtype = _load_tile(sent_shares, tiles)
+    else:
+        sent_start = tl.full([], 0, tl.int64)
+        sent_share = share
+        sent_kind = kind
     chunk = tl.multiple_of(tl.load(payloads).to(tl.pointer_type(tl.uint8)), 16)
     if kind == FLAGS:
         used = _load_flags(chunk + start, share, first, numel)
@@ -272,10 +285,10 @@ def reduce_kernel(
     elif kind == PADDING:
         _store_padding(out + start, first, numel)
     else:
-        total = _decode_tile(chunk, share, kind, first, numel, block_8, block_4)
+        total = _decode_tile(chunk + sent_start, sent_share, sent_kind, first, numel, block_8, block_4)
         for rank in range(1, num_payloads):
-            sent = tl.multiple_of(tl.load(payloads + rank).to(tl.pointer_type(tl.uint8)), 16)
-            total += _decode_tile(sent, share, kind, first, numel, block_8, block_4)
+            sent = tl.multiple_of(tl.load(payloads + rank).to(tl.pointer_type(tl.uint8)), 16) + sent_start
+            total += _decode_tile(sent, sent_share, sent_kind, first, numel, block_8, block_4)
         residual = _residual_of(residuals, share, first)
         if residuals is not None:
             # A parameter that no rank used stays zero, and the reducer keeps its residual.
@@ -366,6 +379,7 @@ def reduce(
     random_key: int | None,
     error_sums: torch.Tensor | None,
     block_sizes: tuple[int, int],
+    sent: tuple[torch.Tensor, int, int, int] | None = None,
 ) -> None:
     """Write one chunk: the fp32 sum of that chunk of all payloads, in rank order, times scale; one launch, nothing allocated.
 
@@ -375,10 +389,13 @@ def reduce(
         residuals [num_segments] int64: addresses that element 0 of each parameter's residuals would have; only the elements of
             this chunk are touched. 0 or None: none.
         random_key, error_sums, block_sizes: as in `pack`, the tiles being those of this chunk.
+        sent: of a shard: the shares of the payloads, which hold it in fp32; chunk_bytes of `out` and of the payloads; the shard's
+            first chunk. None: one chunk, the payloads like `out`.
     """
     elementwise._launch(
         "reduce_kernel", out, tiles.shape[0], shares, tiles, payloads, residuals, out, error_sums, payloads.shape[0],
-        flag_bytes, scale, *_halves(random_key), random_key is not None, *block_sizes, module=__name__,
+        flag_bytes, scale, *_halves(random_key), *(sent or (None, 0, 0, 0)), random_key is not None, *block_sizes,
+        module=__name__,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gsync import backends
 from gsync.encoding import EncodeOptions, random_key
-from gsync.layout import BLOCK_SIZES, CODEC_KINDS, DTYPE_CODES, Segment, hash64, share_of
+from gsync.layout import BLOCK_SIZES, CODEC_KINDS, DTYPE_CODES, Segment, hash64, shard_of, share_of
 
 BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 SIZES = (0, 1, 31, 63, 64, 65, 255, 256, 257, 1009, 4095, 4096, 4097, 9001)
@@ -33,12 +33,14 @@ class Case:
     Args:
         segments: (numel, dtype, codec) of each.
         block_size: of the codecs that have one; 0: their own.
+        shards: above 1: pack as fp32, then let `reduce` encode each shard, of chunks / shards chunks.
         slices: number of slices the bucket is cut into.
     """
 
     segments: tuple[tuple[int, torch.dtype, str], ...]
     block_size: int = 0
     chunks: int = 1
+    shards: int = 1
     slices: int = 1
     residuals: bool = True
     stochastic: bool = False
@@ -63,10 +65,12 @@ def random_case(seed: int, largest: int = 9001) -> Case:
     segments = tuple(
         (rng.choice(sizes), rng.choice(DTYPES), one_codec or rng.choice(list(CODEC_KINDS))) for _ in range(rng.randrange(1, 6))
     )
+    chunks, shards = rng.choice(((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (3, 3), (6, 2)))
     return Case(
         segments,
         block_size=rng.choice((0, 0, 32, 64, 256, 512, 1024, 4096)),
-        chunks=rng.choice((1, 2, 3)),
+        chunks=chunks,
+        shards=shards,
         slices=rng.choice((1, 1, 2)),
         residuals=rng.random() < 0.6,
         stochastic=rng.random() < 0.5,
@@ -100,8 +104,11 @@ class Side:
 
     def __init__(self, backend: Any, case: Case) -> None:
         self.backend, self.case, self.table = backend, case, case.layout_segments()
+        # Without shards a sender encodes all of its gradients, with shards one shard of a host's sum.
         self.sent = [[torch.zeros(s.numel) for s in self.table] for _ in range(RANKS)]
-        held = [[share_of(s, chunk, case.chunks)[1] for s in self.table] for chunk in range(case.chunks)]
+        if case.shards > 1:
+            self.sent = [[torch.zeros(shard_of(s, i, case.shards)[1]) for s in self.table] for i in range(case.shards)]
+        held = [[share_of(s, chunk, case.chunks, case.shards)[1] for s in self.table] for chunk in range(case.chunks)]
         self.reduced = [[torch.zeros(numel) for numel in numels] for numels in held]
 
     def options(self, residuals: list[Tensor], tiles: int, step: int, stage: str, rank: int) -> EncodeOptions:
@@ -112,19 +119,26 @@ class Side:
     def run(self, step: int, slice_idx: int) -> list[Tensor]:
         """One slice of one step: everything that came out."""
         case, out = self.case, []
-        layout = backends.BucketLayout(self.table, case.chunks, slice_idx, case.slices)
-        table = layout.python
+        layout = backends.BucketLayout(self.table, case.chunks, slice_idx, case.slices, case.shards)
+        sent_layout = layout.uncompressed if case.shards > 1 else layout
+        table, sent_table = layout.python, sent_layout.python
         payloads = []
         for rank in range(RANKS):
             gradients = [
                 values(s.numel, dtype, 100 * step + 10 * rank + i + 1000 * case.seed) if (i + rank + step) % 5 else None
                 for i, (s, (_, dtype, _)) in enumerate(zip(self.table, case.segments, strict=True))
             ]
-            payload, counters = memory(table.payload_bytes), torch.zeros(2, dtype=torch.int64)
-            options = self.options(self.sent[rank], table.num_tiles, step, "pack", rank)
-            self.backend.pack(layout, gradients, payload, case.scale, counters, options)
+            payload, counters = memory(sent_table.payload_bytes), torch.zeros(2, dtype=torch.int64)
+            if case.shards > 1:
+                self.backend.pack(sent_layout, gradients, payload, case.scale)
+            else:
+                options = self.options(self.sent[rank], table.num_tiles, step, "pack", rank)
+                self.backend.pack(layout, gradients, payload, case.scale, counters, options)
+                out += [counters, *self.sent[rank], *self._sums(options)]
+            out.append(payload)
             payloads.append(payload)
-            out += [payload, counters, *self.sent[rank], *self._sums(options)]
+        if case.shards > 1:
+            payloads = [self._encode_shards(layout, payloads, step, out)] * RANKS  # as if the hosts were alike
         whole = memory(table.payload_bytes)
         for chunk in range(case.chunks):
             area = slice(chunk * table.chunk_bytes, (chunk + 1) * table.chunk_bytes)
@@ -141,6 +155,23 @@ class Side:
         partials, found = torch.zeros(table.num_partials, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)
         self.backend.unpack(layout, whole, gradients, partials, found, None)
         return [tensor.clone() for tensor in [*out, *gradients, found, partials.nan_to_num(-1.0, -1.0, -1.0)]]
+
+    def _encode_shards(self, layout: backends.BucketLayout, payloads: list[Tensor], step: int, out: list[Tensor]) -> Tensor:
+        """The sum of payloads that are not compressed, encoded by the owners of the shards."""
+        table, sent_table = layout.python, layout.uncompressed.python
+        count = table.chunks_per_shard
+        encoded = memory(table.payload_bytes)
+        for shard in range(self.case.shards):
+            chunk = shard * count
+            num_tiles = table.chunk_first_tile[chunk + count] - table.chunk_first_tile[chunk]
+            options = self.options(self.sent[shard], num_tiles, step, "pack", shard)
+            num_bytes = count * sent_table.chunk_bytes
+            sent = [memory(num_bytes).copy_(payload[shard * num_bytes :][:num_bytes]) for payload in payloads]
+            result = memory(count * table.chunk_bytes)
+            self.backend.reduce(layout, chunk, sent, result, 1.0, options, uncompressed=True)
+            encoded[chunk * table.chunk_bytes :][: result.numel()] = result
+            out += [result, *self.sent[shard], *self._sums(options)]
+        return encoded
 
     def _sums(self, options: EncodeOptions) -> list[Tensor]:
         return [] if options.error_sums is None else [options.error_sums]

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from gsync.backends import BucketLayout
 from gsync.encoding import NEAREST, EncodeOptions
-from gsync.layout import share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "emulated-kernels"
@@ -172,7 +171,8 @@ class _PackArgs(ctypes.Structure):
 class _ReduceArgs(ctypes.Structure):
     _fields_ = (
         ("layout", _LayoutView), ("payloads", ctypes.c_void_p), ("num_payloads", ctypes.c_int64), ("out", ctypes.c_void_p),
-        ("scale", ctypes.c_float), ("encode", _EncodeOptions),
+        ("scale", ctypes.c_float), ("encode", _EncodeOptions), ("sent_shares", ctypes.c_void_p),
+        ("sent_chunk_bytes", ctypes.c_int64), ("first_chunk", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ class EmulatedBackend:
     ) -> None:
         payload.fill_(self.pattern)
         launch = _Launch(layout)
-        table = launch.table([_address(g) for g in gradients], launch.residuals(options, None))
+        table = launch.table([_address(g) for g in gradients], launch.residuals(options))
         encode = launch.encode(options, table, len(gradients))
         args = _PackArgs(launch.view(), table, payload.data_ptr(), scale, _address(counters), encode)
         self._run(self.library.emulated_pack, args, launch)
@@ -250,12 +250,16 @@ class EmulatedBackend:
         out: Tensor,
         scale: float,
         options: EncodeOptions = NEAREST,
+        uncompressed: bool = False,
     ) -> None:
         out.fill_(self.pattern)
         launch = _Launch(layout)
-        table = launch.table([_address(p) for p in payloads], launch.residuals(options, chunk))
+        held = layout.python.held(chunk, is_shard=uncompressed)
+        table = launch.table([_address(p) for p in payloads], launch.residuals(options, [first for first, _ in held]))
         encode = launch.encode(options, table, len(payloads))
-        args = _ReduceArgs(launch.view(chunk), table, len(payloads), out.data_ptr(), scale, encode)
+        sent = (launch.sent_shares(), layout.uncompressed.python.chunk_bytes, chunk) if uncompressed else (None, 0, 0)
+        count = layout.python.chunks_per_shard if uncompressed else 1
+        args = _ReduceArgs(launch.view(chunk, count), table, len(payloads), out.data_ptr(), scale, encode, *sent)
         self._run(self.library.emulated_reduce, args, launch)
 
     def unpack(
@@ -304,11 +308,15 @@ class _Launch:
             self.workspace.addresses = ctypes.addressof(self._addresses)
         return ctypes.addressof(self._addresses)
 
-    def residuals(self, options: EncodeOptions, chunk: int | None) -> list[int | None]:
-        """The address that element 0 of each parameter would have; `chunk`: whose elements a residual holds, None: all."""
+    def sent_shares(self) -> int:
+        self.sent_tables = self.layout.uncompressed.tables_on(torch.device("cpu"))
+        return self.sent_tables[0].data_ptr()
+
+    def residuals(self, options: EncodeOptions, firsts: Sequence[int] | None = None) -> list[int | None]:
+        """The address that element 0 of each parameter would have; `firsts`: what each residual begins with, None: with 0."""
         found: list[int | None] = []
-        for segment, residual in zip(self.layout.segments, options.residuals or (), strict=False):
-            first = 0 if chunk is None else share_of(segment, chunk, self.layout.num_chunks)[0]
+        for i, residual in enumerate(options.residuals or ()):
+            first = 0 if firsts is None else firsts[i]
             there = residual is not None and residual.numel() > 0
             found.append(residual.data_ptr() - 4 * first if there else None)  # type: ignore[union-attr]
         return found
@@ -317,9 +325,10 @@ class _Launch:
         residuals = None if options.residuals is None else table + 8 * num_before
         return _EncodeOptions(residuals, options.random_key is not None, options.random_key or 0, _address(options.error_sums))
 
-    def view(self, chunk: int | None = None) -> _LayoutView:
+    def view(self, chunk: int = 0, count: int | None = None) -> _LayoutView:
+        """Of `count` chunks from `chunk` on; None: of all."""
         table = self.layout.python
-        first, last = (0, table.num_tiles) if chunk is None else table.chunk_first_tile[chunk : chunk + 2]
+        first, last = (table.chunk_first_tile[i] for i in (chunk, table.num_chunks if count is None else chunk + count))
         shares, tiles, _ = self.tables
         flag_bytes = table.shares[0].block_size if table.shares else 1
         return _LayoutView(

@@ -141,8 +141,14 @@ def test_every_instance_of_every_kernel_runs() -> None:
         reference.reduce(few.python, 0, [sent] * count, want, 1 / count)
         backend.reduce(few, 0, [sent] * count, got, 1 / count)
         assert torch.equal(want, got)
-    # Three operations, with and without a scale, three ways to pass addresses.
-    assert library.emulated_take_num_kernels() == 18
+        if codec == "int4":
+            plain = kernel_cases.payload_of(few.uncompressed.python.payload_bytes, CPU)
+            reference.pack(few.uncompressed.python, [torch.linspace(-1, 1, 300)], plain, 1.0)
+            reference.reduce(few.python, 0, [plain] * count, want, 1 / count, uncompressed=True)
+            backend.reduce(few, 0, [plain] * count, got, 1 / count, uncompressed=True)
+            assert torch.equal(want, got)
+    # Three operations, with and without a scale, and the encoding of a shard; three ways to pass addresses.
+    assert library.emulated_take_num_kernels() == 21
 
 
 # ---- unpack: sums and failure ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gsync.layout import (
     build_layout,
     codes_bytes,
     hash64,
+    shard_of,
     share_of,
 )
 
@@ -93,7 +94,7 @@ def test_areas_of_a_chunk_are_aligned_and_fill_it_without_overlap():
         assert layout.chunk_bytes % PAYLOAD_ALIGNMENT == 0
         for chunk in range(num_chunks):
             areas = []
-            for share in layout.shares_of_chunk(chunk):
+            for share in layout.shares_of_chunks(chunk):
                 assert share.chunk == chunk
                 assert share.codes_offset % PAYLOAD_ALIGNMENT == 0
                 width = share.block_size * share.numel if share.segment < 0 else codes_bytes(share.kind, share.numel)
@@ -133,7 +134,7 @@ def test_share_of_is_what_the_chunk_holds():
     for segments, num_chunks, _, _ in cases():
         layout = build_layout(segments, num_chunks)
         for chunk in range(num_chunks):
-            found = {s.segment: (s.element, s.numel) for s in layout.shares_of_chunk(chunk) if s.segment >= 0}
+            found = {s.segment: (s.element, s.numel) for s in layout.shares_of_chunks(chunk) if s.segment >= 0}
             for i, segment in enumerate(segments):
                 element, numel = share_of(segment, chunk, num_chunks)
                 assert element % segment.block == 0
@@ -144,17 +145,60 @@ def test_flags_have_the_codec_type_only_where_all_segments_share_it():
     same = build_layout([Segment(5, 0, 2, 1), Segment(7, 0, 2, 2)], 2)
     mixed = build_layout([Segment(5, 0, 2, 1), Segment(7, 0, 0, 2)], 2)
     for chunk in range(2):
-        flags = same.shares_of_chunk(chunk)[0]
+        flags = same.shares_of_chunks(chunk)[0]
         assert (flags.kind, flags.flag_kind, flags.block_size, flags.numel) == (KIND_FLAGS, 2, 2, 2)
-        flags = mixed.shares_of_chunk(chunk)[0]
+        flags = mixed.shares_of_chunks(chunk)[0]
         assert (flags.kind, flags.flag_kind, flags.block_size, flags.numel) == (KIND_FLAGS, 255, 1, 2)
 
 
 def test_a_chunk_that_owns_nothing_is_flags_and_padding():
     layout = build_layout([Segment(256, 0, 0, 0)], 3)  # one block: it lies in one chunk only
-    kinds = [[share.kind for share in layout.shares_of_chunk(chunk)] for chunk in range(3)]
+    kinds = [[share.kind for share in layout.shares_of_chunks(chunk)] for chunk in range(3)]
     assert kinds.count([KIND_FLAGS, KIND_PADDING]) == 2
-    assert kinds.count([KIND_FLAGS, 0]) == 1
+    assert kinds.count([KIND_FLAGS, 0, KIND_PADDING]) == 1
+    assert sorted(share.numel for share in layout.shares if share.kind == KIND_PADDING) == [0, 1024, 1024]
+
+
+def test_a_shard_holds_consecutive_elements_and_all_shards_all_of_them():
+    for segments, _, slice_idx, num_slices in cases():
+        for num_shards, chunks_per_shard in ((2, 2), (3, 2), (4, 1), (1, 5)):
+            num_chunks = num_shards * chunks_per_shard
+            for i, segment in enumerate(segments):
+                runs = [shard_of(segment, shard, num_shards) for shard in range(num_shards)]
+                assert sum(numel for _, numel in runs) == segment.numel
+                for shard, (first, numel) in enumerate(runs):
+                    chunks = range(shard * chunks_per_shard, (shard + 1) * chunks_per_shard)
+                    shares = sorted(share_of(segment, chunk, num_chunks, num_shards) for chunk in chunks)
+                    assert sum(held for _, held in shares) == numel
+                    ends = [first, *(element + held for element, held in shares)]
+                    assert all(element == end for (element, held), end in zip(shares, ends, strict=False) if held), (i, shares)
+            layout = build_layout(segments, num_chunks, slice_idx, num_slices, num_shards)
+            assert layout.held(0, is_shard=True) == [shard_of(segment, 0, num_shards) for segment in segments]
+
+
+def test_one_shard_is_the_rule_without_shards():
+    for segments, num_chunks, slice_idx, num_slices in cases():
+        assert build_layout(segments, num_chunks, slice_idx, num_slices, 1) == build_layout(
+            segments, num_chunks, slice_idx, num_slices
+        )
+
+
+def test_uncompressed_keeps_shares_and_flags_and_has_room_for_fp32():
+    for segments, num_chunks, slice_idx, num_slices in cases():
+        layout = build_layout(segments, num_chunks, slice_idx, num_slices)
+        plain = layout.uncompressed
+        assert len(plain.shares) == len(layout.shares)
+        for chunk in range(num_chunks):
+            end = 0
+            for share, other in zip(layout.shares_of_chunks(chunk), plain.shares_of_chunks(chunk), strict=True):
+                same = ("element", "first_partial", "name_hash", "segment", "chunk", "dtype", "flag_kind", "block_size")
+                assert all(getattr(share, field) == getattr(other, field) for field in same)
+                assert other.codes_offset == end
+                width = other.block_size if other.kind == KIND_FLAGS else 1 if other.kind == KIND_PADDING else 4
+                end += -(-width * other.numel // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+                if share.segment >= 0:
+                    assert (other.kind, other.numel, other.scales_offset) == (0, share.numel, 0)
+            assert end == plain.chunk_bytes
 
 
 def test_tables_hold_the_shares_in_64_bytes_each():

@@ -1,7 +1,8 @@
 // The three operations as a backend implements them. Torch does not appear here: pointers, sizes, a stream.
 //
 //   pack    gradients of one rank  ->  its payload, num_chunks chunks
-//   reduce  the payloads of all ranks for one chunk  ->  one chunk, summed in fp32 in rank order and encoded again
+//   reduce  the payloads of all ranks for one chunk  ->  one chunk, summed in fp32 in rank order and encoded again; or those of a
+//           host's ranks for one shard, not compressed yet  ->  that shard, encoded for the first time
 //   unpack  a payload  ->  gradients, with the sum of squares and the non-finite flag of what was written
 #pragma once
 
@@ -51,14 +52,21 @@ struct PackArgs {
 };
 
 struct ReduceArgs {
-  LayoutView layout;  // tiles: those of one chunk only
-  const uint8_t* const* payloads;  // [num_payloads] on the host: that chunk as each rank sent it
+  LayoutView layout;  // tiles: those of one chunk, or of one shard, only
+  const uint8_t* const* payloads;  // [num_payloads] on the host: that chunk, or shard, as each rank sent it
   int64_t num_payloads;
-  uint8_t* out;  // [chunk_bytes]
+  uint8_t* out;  // [chunk_bytes], or one chunk after the other
   float scale;  // multiplies the sum
   // Residuals of the reducer: of each parameter only the elements of this chunk (share_of) are touched, so memory for those will
-  // do, entered as the address that element 0 would have.
+  // do, entered as the address that element 0 would have. The same for a shard.
   EncodeOptions encode = {};
+  // A shard: the shares of uncompressed(layout), which tell where the payloads have their fp32 elements; null: one chunk, the
+  // payloads like `out`.
+  const Share* sent_shares = nullptr;
+  int64_t sent_chunk_bytes = 0;
+  int64_t first_chunk = 0;
+
+  bool encodes_only() const { return sent_shares != nullptr; }
 };
 
 struct UnpackArgs {

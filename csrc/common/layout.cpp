@@ -44,9 +44,16 @@ Run part_of(const Segment& segment, int64_t r, int64_t num_chunks) {
   return {begin, std::max<int64_t>(std::min(end, segment.numel) - begin, 0)};
 }
 
-int64_t part_idx(const Segment& segment, int64_t chunk, int64_t num_chunks) {
-  const uint64_t w = static_cast<uint64_t>(num_chunks);
-  return static_cast<int64_t>((static_cast<uint64_t>(chunk) + w - segment.name_hash % w) % w);
+// (idx - shift) mod count
+int64_t rotated(int64_t idx, uint64_t shift, int64_t count) {
+  const auto n = static_cast<uint64_t>(count);
+  return static_cast<int64_t>((static_cast<uint64_t>(idx) + n - shift % n) % n);
+}
+
+int64_t part_idx(const Segment& segment, int64_t chunk, int64_t num_chunks, int64_t num_shards) {
+  const int64_t per_shard = num_chunks / num_shards;
+  return rotated(chunk / per_shard, segment.name_hash, num_shards) * per_shard +
+         rotated(chunk % per_shard, segment.name_hash / static_cast<uint64_t>(num_shards), per_shard);
 }
 
 uint8_t common_flag_kind(const std::vector<Segment>& segments) {
@@ -57,9 +64,13 @@ uint8_t common_flag_kind(const std::vector<Segment>& segments) {
   return static_cast<uint8_t>(segments.front().codec);
 }
 
-void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
+void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices, int64_t num_shards) {
   if (num_chunks < 1) {
     throw std::invalid_argument("layout: num_chunks is " + std::to_string(num_chunks) + ", expected at least 1");
+  }
+  if (num_shards < 1 || num_chunks % num_shards != 0) {
+    throw std::invalid_argument("layout: num_shards is " + std::to_string(num_shards) + ", expected a divisor of num_chunks, " +
+                                std::to_string(num_chunks));
   }
   if (num_slices < 1) {
     throw std::invalid_argument("layout: num_slices is " + std::to_string(num_slices) + ", expected at least 1");
@@ -96,6 +107,49 @@ void check(const std::vector<Segment>& segments, int64_t num_chunks, int64_t sli
   }
 }
 
+// Gives every share its place in its chunk, pads the chunks to the largest, and lists the tiles. Shares are in chunk order, each
+// chunk's last one its padding.
+void place(Layout& layout) {
+  layout.chunk_bytes = 0;
+  const auto begin = layout.shares.begin();
+  for (auto first = begin; first != layout.shares.end();) {
+    const auto padding = std::find_if(first, layout.shares.end(), [](const Share& share) { return share.kind == Kind::kPadding; });
+    int64_t offset = align(layout.num_segments * layout.flag_bytes);
+    Share* last_with_scales = nullptr;
+    for (auto share = first + 1; share != padding; ++share) {
+      const int64_t bytes = scales_bytes(*share);
+      if (bytes == 0) continue;
+      share->scales_offset = offset;
+      share->scales_padding = static_cast<uint8_t>((4 - bytes % 4) % 4);
+      offset += bytes + share->scales_padding;
+      last_with_scales = &*share;
+    }
+    if (last_with_scales != nullptr) {
+      last_with_scales->scales_padding += static_cast<uint8_t>(align(offset) - offset);
+      offset = align(offset);
+    }
+    for (auto share = first + 1; share != padding; ++share) {
+      share->codes_offset = offset;
+      offset += align(codes_bytes(share->kind, share->numel));
+    }
+    padding->codes_offset = offset;
+    layout.chunk_bytes = std::max(layout.chunk_bytes, offset);
+    first = padding + 1;
+  }
+
+  layout.tiles.clear();
+  layout.chunk_first_tile.assign(1, 0);
+  for (auto share = begin; share != layout.shares.end(); ++share) {
+    const bool is_padding = share->kind == Kind::kPadding;
+    if (is_padding) share->numel = layout.chunk_bytes - share->codes_offset;
+    for (int64_t t = 0; t < ceil_div(share->numel, kTileElements); ++t) {
+      layout.tiles.push_back({static_cast<int32_t>(share - begin), static_cast<int32_t>(t)});
+    }
+    if (is_padding) layout.chunk_first_tile.push_back(static_cast<int64_t>(layout.tiles.size()));
+  }
+  layout.chunk_first_tile.resize(layout.num_chunks + 1, 0);  // without segments there are no shares
+}
+
 }  // namespace
 
 uint64_t hash64(std::string_view name) {
@@ -110,22 +164,42 @@ LayoutView Layout::view() const {
   return {shares.data(), tiles.data(), static_cast<int64_t>(tiles.size()), num_segments, chunk_bytes, has_scales, flag_bytes};
 }
 
-LayoutView Layout::view_of_chunk(int64_t chunk) const {
+LayoutView Layout::view_of_chunks(int64_t chunk, int64_t count) const {
   const int64_t first = chunk_first_tile.at(chunk);
-  return {shares.data(), tiles.data() + first, chunk_first_tile.at(chunk + 1) - first, num_segments, chunk_bytes, has_scales,
+  return {shares.data(), tiles.data() + first, chunk_first_tile.at(chunk + count) - first, num_segments, chunk_bytes, has_scales,
           flag_bytes};
 }
 
-Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks) {
-  return part_of(segment, part_idx(segment, chunk, num_chunks), num_chunks);
+Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks, int64_t num_shards) {
+  return part_of(segment, part_idx(segment, chunk, num_chunks, num_shards), num_chunks);
 }
 
-Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices) {
-  check(segments, num_chunks, slice_idx, num_slices);
+Run shard_of(const Segment& segment, int64_t shard, int64_t num_shards) {
+  // As many blocks as its chunks have, in one run: part `shard` of as many parts as there are shards.
+  return part_of(segment, rotated(shard, segment.name_hash, num_shards), num_shards);
+}
+
+Layout uncompressed(const Layout& layout) {
+  Layout result = layout;
+  result.has_scales = false;
+  for (Share& share : result.shares) {
+    if (share.segment < 0) continue;
+    share.kind = Kind::kFp32;
+    share.scales_offset = 0;
+    share.scales_padding = 0;
+  }
+  place(result);
+  return result;
+}
+
+Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx, int64_t num_slices,
+                    int64_t num_shards) {
+  check(segments, num_chunks, slice_idx, num_slices, num_shards);
   const int64_t num_segments = static_cast<int64_t>(segments.size());
   Layout layout;
   layout.num_segments = num_segments;
   layout.num_chunks = num_chunks;
+  layout.num_shards = num_shards;
   layout.segments = segments;
   for (const Segment& segment : segments) layout.has_scales |= !is_elementwise(segment.codec);
 
@@ -140,35 +214,30 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
     layout.partials.push_back({begin, layout.num_partials});
   }
 
-  // 2. The shares of every chunk that fall into this slice.
+  // 2. The shares of every chunk that fall into this slice: flags, codes, padding.
   const uint8_t flag_kind = common_flag_kind(segments);
   const int64_t flag_bytes = flag_kind == kByteFlags ? 1 : codes_bytes(static_cast<Kind>(flag_kind), 1);
   layout.flag_bytes = static_cast<int32_t>(flag_bytes);
-  std::vector<int64_t> chunk_ends(num_chunks);
-  std::vector<int64_t> chunk_first_share(num_chunks + 1);
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    chunk_first_share[chunk] = static_cast<int64_t>(layout.shares.size());
-    if (num_segments > 0) {
-      Share flags{};
-      flags.numel = num_segments;
-      flags.segment = -1;
-      flags.chunk = static_cast<int32_t>(chunk);
-      flags.block_size = static_cast<int32_t>(flag_bytes);
-      flags.kind = Kind::kFlags;
-      flags.flag_kind = flag_kind;
-      layout.shares.push_back(flags);
-    }
+  for (int64_t chunk = 0; chunk < num_chunks && num_segments > 0; ++chunk) {
+    Share flags{};
+    flags.numel = num_segments;
+    flags.segment = -1;
+    flags.chunk = static_cast<int32_t>(chunk);
+    flags.block_size = static_cast<int32_t>(flag_bytes);
+    flags.kind = Kind::kFlags;
+    flags.flag_kind = flag_kind;
+    layout.shares.push_back(flags);
+
     int64_t chunk_tiles = 0;
     for (const Segment& segment : segments) {
-      chunk_tiles += ceil_div(part_of(segment, part_idx(segment, chunk, num_chunks), num_chunks).numel, kTileElements);
+      chunk_tiles += ceil_div(share_of(segment, chunk, num_chunks, num_shards).numel, kTileElements);
     }
     const int64_t slice_begin = chunk_tiles * slice_idx / num_slices;
     const int64_t slice_end = chunk_tiles * (slice_idx + 1) / num_slices;
-    const auto first_share = layout.shares.size();
     int64_t tile = 0;  // of the chunk, before it is cut into slices
     for (int64_t s = 0; s < num_segments; ++s) {
       const Segment& segment = segments[s];
-      const int64_t r = part_idx(segment, chunk, num_chunks);
+      const int64_t r = part_idx(segment, chunk, num_chunks, num_shards);
       const Run part = part_of(segment, r, num_chunks);
       const int64_t num_tiles = ceil_div(part.numel, kTileElements);
       const int64_t first = std::clamp<int64_t>(slice_begin - tile, 0, num_tiles);
@@ -188,58 +257,14 @@ Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, in
       layout.shares.push_back(share);
     }
 
-    // Places in the chunk: scales, then codes.
-    int64_t offset = align(num_segments * flag_bytes);
-    Share* last_with_scales = nullptr;
-    for (auto i = first_share; i < layout.shares.size(); ++i) {
-      Share& share = layout.shares[i];
-      const int64_t bytes = scales_bytes(share);
-      if (bytes == 0) continue;
-      share.scales_offset = offset;
-      share.scales_padding = static_cast<uint8_t>((4 - bytes % 4) % 4);
-      offset += bytes + share.scales_padding;
-      last_with_scales = &share;
-    }
-    if (last_with_scales != nullptr) {
-      last_with_scales->scales_padding += static_cast<uint8_t>(align(offset) - offset);
-      offset = align(offset);
-    }
-    for (auto i = first_share; i < layout.shares.size(); ++i) {
-      Share& share = layout.shares[i];
-      share.codes_offset = offset;
-      offset += align(codes_bytes(share.kind, share.numel));
-    }
-    chunk_ends[chunk] = offset;
-    layout.chunk_bytes = std::max(layout.chunk_bytes, offset);
+    Share padding{};
+    padding.segment = -1;
+    padding.chunk = static_cast<int32_t>(chunk);
+    padding.block_size = 1;
+    padding.kind = Kind::kPadding;
+    layout.shares.push_back(padding);
   }
-  chunk_first_share[num_chunks] = static_cast<int64_t>(layout.shares.size());
-
-  // 3. Padding to the largest chunk, then tiles.
-  std::vector<Share> shares;
-  shares.reserve(layout.shares.size() + num_chunks);
-  layout.chunk_first_tile.push_back(0);
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const auto begin = shares.size();
-    shares.insert(shares.end(), layout.shares.begin() + chunk_first_share[chunk],
-                  layout.shares.begin() + chunk_first_share[chunk + 1]);
-    if (chunk_ends[chunk] < layout.chunk_bytes) {
-      Share padding{};
-      padding.numel = layout.chunk_bytes - chunk_ends[chunk];
-      padding.codes_offset = chunk_ends[chunk];
-      padding.segment = -1;
-      padding.chunk = static_cast<int32_t>(chunk);
-      padding.block_size = 1;
-      padding.kind = Kind::kPadding;
-      shares.push_back(padding);
-    }
-    for (auto i = begin; i < shares.size(); ++i) {
-      for (int64_t t = 0; t < ceil_div(shares[i].numel, kTileElements); ++t) {
-        layout.tiles.push_back({static_cast<int32_t>(i), static_cast<int32_t>(t)});
-      }
-    }
-    layout.chunk_first_tile.push_back(static_cast<int64_t>(layout.tiles.size()));
-  }
-  layout.shares = std::move(shares);
+  place(layout);
   return layout;
 }
 

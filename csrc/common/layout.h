@@ -4,6 +4,10 @@
 // blocks floor(n*r/num_chunks) .. floor(n*(r+1)/num_chunks)-1. Chunk c of a bucket is the concatenation of those shares, padded
 // to the largest chunk, so what happens to a parameter does not depend on which bucket it lies in.
 //
+// Chunks may form shards, num_shards of them, each a run of H = num_chunks/num_shards chunks. Then chunk g*H + h has the blocks of
+// r = ((g - name_hash) mod num_shards)*H + ((h - floor(name_hash/num_shards)) mod H): what a shard holds of a parameter is consecutive.
+// One shard is the rule above.
+//
 // A slice is a run of tiles of every chunk: of the t tiles that the shares of a chunk have, in segment order, slice s of S
 // holds tiles floor(t*s/S) .. floor(t*(s+1)/S)-1. Each slice has a payload of its own.
 //
@@ -12,7 +16,7 @@
 //           same codec of fp32, fp16, bf16, one element of that type (1.0), so that an all_reduce can sum the chunk as an array
 //   scales  of the shares that have any, each from a multiple of 4 bytes on: fp32, for int4 bf16
 //   codes   share by share, each padded to 16 bytes; int4: two a byte, the first in the low half
-//   padding to the largest chunk of the slice
+//   padding to the largest chunk of the slice; a share of its own in every chunk, which may be empty
 #pragma once
 
 #include <cstdint>
@@ -45,6 +49,7 @@ struct Layout {
   std::vector<SegmentPartials> partials;   // [num_segments], of the whole bucket, the same for every slice
   int64_t num_segments = 0;
   int64_t num_chunks = 0;
+  int64_t num_shards = 1;
   int64_t chunk_bytes = 0;
   int64_t num_partials = 0;                // of the whole bucket
   bool has_scales = false;                 // whether a segment has a block codec
@@ -54,19 +59,26 @@ struct Layout {
   int64_t payload_bytes() const { return num_chunks * chunk_bytes; }
   /// Tables for all chunks, in host memory owned by this layout.
   LayoutView view() const;
-  /// Tables for the tiles of one chunk, in host memory owned by this layout.
-  LayoutView view_of_chunk(int64_t chunk) const;
+  /// Tables for the tiles of `count` chunks from `chunk` on, in host memory owned by this layout.
+  LayoutView view_of_chunks(int64_t chunk, int64_t count) const;
+  int64_t chunks_per_shard() const { return num_chunks / num_shards; }
 };
 
 /// FNV-1a, 64 bits, of the UTF-8 bytes of a parameter's name.
 uint64_t hash64(std::string_view name);
 
 /// The elements of a segment that chunk `chunk` of the whole bucket holds: what one rank reduces, and keeps a residual for.
-Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks);
+Run share_of(const Segment& segment, int64_t chunk, int64_t num_chunks, int64_t num_shards = 1);
+/// The elements of a segment that the chunks of shard `shard` of the whole bucket hold together.
+Run shard_of(const Segment& segment, int64_t shard, int64_t num_shards);
 
 /// The layout of one slice of a bucket.
-/// Throws std::invalid_argument for num_chunks < 1, num_slices < 1, slice_idx outside [0, num_slices) a negative numel, or
-/// a block_size that is not a power of two from kMinBlock to kMaxBlock.
-Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx = 0, int64_t num_slices = 1);
+/// Throws std::invalid_argument for num_chunks < 1, num_slices < 1, slice_idx outside [0, num_slices) a negative numel, a
+/// block_size that is not a power of two from kMinBlock to kMaxBlock, or num_shards that does not divide num_chunks.
+Layout build_layout(const std::vector<Segment>& segments, int64_t num_chunks, int64_t slice_idx = 0, int64_t num_slices = 1,
+                    int64_t num_shards = 1);
+
+/// The same slice with its elements as fp32: shares have the same numbers, elements and flags, but other places.
+Layout uncompressed(const Layout& layout);
 
 }  // namespace gsync

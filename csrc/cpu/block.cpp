@@ -244,10 +244,12 @@ GSYNC_INLINE void count_vanished(const PackArgs& args, const Share& share, int64
   __atomic_fetch_add(&args.counters[1], vanished, __ATOMIC_RELAXED);
 }
 
-GSYNC_INLINE void reduce_values(const ReduceArgs& args, const Share& share, int64_t first, int64_t numel, float* __restrict x) {
-  with_kind(share.kind, [&](auto kind) __attribute__((always_inline)) {
+// sent: the share as the payloads have it, `offset` bytes after their beginning.
+GSYNC_INLINE void reduce_values(const ReduceArgs& args, const Share& sent, int64_t offset, int64_t first, int64_t numel,
+                                float* __restrict x) {
+  with_kind(sent.kind, [&](auto kind) __attribute__((always_inline)) {
     for (int64_t i = 0; i < numel; ++i) x[i] = -0.0f;  // the one number that adding to changes nothing, zeros included
-    for (int64_t p = 0; p < args.num_payloads; ++p) decode_step<kind.value, true>(args.payloads[p], share, first, numel, x);
+    for (int64_t p = 0; p < args.num_payloads; ++p) decode_step<kind.value, true>(args.payloads[p] + offset, sent, first, numel, x);
   });
   const float scale = args.scale;
   for (int64_t i = 0; i < numel; ++i) x[i] *= scale;
@@ -264,8 +266,8 @@ GSYNC_INLINE bool is_used(const ReduceArgs& args, const Share& share) {
   return false;
 }
 
-GSYNC_INLINE void encode_tile(const Source& source, const EncodeOptions& options, const Share& share, int64_t begin,
-                              int64_t numel, uint8_t* chunk, double* sums) {
+GSYNC_INLINE void encode_tile(const Source& source, const EncodeOptions& options, int32_t share_idx, const Share& share,
+                              int64_t begin, int64_t numel, uint8_t* chunk, double* sums) {
   float* residual = options.residuals == nullptr ? nullptr : options.residuals[share.segment];
   if (residual != nullptr) residual += share.element;
   const bool is_there = source.pack != nullptr ? source.pack->gradients[share.segment] != nullptr
@@ -289,7 +291,10 @@ GSYNC_INLINE void encode_tile(const Source& source, const EncodeOptions& options
     if (source.pack != nullptr) {
       pack_values(*source.pack, share, first, n, x);
     } else {
-      reduce_values(*source.reduce, share, first, n, x);
+      const ReduceArgs& args = *source.reduce;
+      const bool is_shard = args.encodes_only();
+      reduce_values(args, is_shard ? args.sent_shares[share_idx] : share,
+                    is_shard ? (share.chunk - args.first_chunk) * args.sent_chunk_bytes : 0, first, n, x);
     }
     if (residual != nullptr) {
       const float* r = residual + first;
@@ -317,9 +322,10 @@ GSYNC_INLINE void encode_tiles(const Source& source, int64_t first, int64_t last
     const Tile& tile = layout.tiles[t];
     const Share& share = layout.shares[tile.share];
     const int64_t begin = tile_begin(tile);
-    uint8_t* chunk = source.pack != nullptr ? source.pack->payload + share.chunk * layout.chunk_bytes : source.reduce->out;
+    uint8_t* chunk = source.pack != nullptr ? source.pack->payload + share.chunk * layout.chunk_bytes
+                                            : out_chunk(*source.reduce, share);
     double* sums = options.error_sums == nullptr ? nullptr : options.error_sums + t * kErrorSums;
-    encode_tile(source, options, share, begin, tile_numel(share, begin), chunk, sums);
+    encode_tile(source, options, tile.share, share, begin, tile_numel(share, begin), chunk, sums);
   }
 }
 

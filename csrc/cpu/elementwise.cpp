@@ -119,7 +119,7 @@ GSYNC_INLINE void reduce_tile(const ReduceArgs& args, const Share& share, int64_
 
 GSYNC_INLINE void reduce_flags(const ReduceArgs& args, const Share& share, int64_t begin, int64_t numel) {
   const int64_t one = flag_kind_code(share.flag_kind);
-  uint8_t* area = args.out + share.codes_offset;
+  uint8_t* area = out_chunk(args, share) + share.codes_offset;
   for (int64_t i = begin; i < begin + numel; ++i) {
     int64_t flag = 0;
     for (int64_t p = 0; p < args.num_payloads; ++p) {
@@ -143,7 +143,7 @@ GSYNC_INLINE void reduce_tiles(const ReduceArgs& args, int64_t first, int64_t la
       case Kind::kFp16: reduce_tile<Kind::kFp16>(args, share, begin, numel); break;
       case Kind::kBf16: reduce_tile<Kind::kBf16>(args, share, begin, numel); break;
       case Kind::kFlags: reduce_flags(args, share, begin, numel); break;
-      case Kind::kPadding: std::memset(args.out + share.codes_offset + begin, 0, numel); break;
+      case Kind::kPadding: std::memset(out_chunk(args, share) + share.codes_offset + begin, 0, numel); break;
       default: break;  // never asked for
     }
   }

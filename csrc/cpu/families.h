@@ -12,7 +12,7 @@ void reduce(const ReduceArgs& args, int64_t first, int64_t last, Level level);
 void unpack(const UnpackArgs& args, int64_t first, int64_t last, Level level);
 }  // namespace elementwise
 
-/// Codecs with one scale per block; and codecs without a scale under EncodeOptions.
+/// Codecs with one scale per block; codecs without a scale under EncodeOptions, and where `reduce` encodes a shard.
 namespace block {
 void pack(const PackArgs& args, int64_t first, int64_t last, Level level);
 void reduce(const ReduceArgs& args, int64_t first, int64_t last, Level level);

@@ -96,6 +96,11 @@ struct Gradient<Dtype::kFp64> {
 
 GSYNC_INLINE int64_t tile_begin(const Tile& tile) { return static_cast<int64_t>(tile.index) * kTileElements; }
 
+/// Where the chunk that a share lies in is to be written.
+GSYNC_INLINE uint8_t* out_chunk(const ReduceArgs& args, const Share& share) {
+  return args.encodes_only() ? args.out + (share.chunk - args.first_chunk) * args.layout.chunk_bytes : args.out;
+}
+
 GSYNC_INLINE int64_t tile_numel(const Share& share, int64_t begin) { return std::min(kTileElements, share.numel - begin); }
 
 // Zeros from the end of a share's last code to the next area.

@@ -4,7 +4,7 @@
 // largest magnitude of a block of elements and its codes come from one read:
 //
 //   1. look up tile and share
-//   2. values     pack: gradient * scale; reduce: sum over ranks * scale; both + residual
+//   2. values     pack: gradient * scale; reduce: sum over ranks * scale, from codes or, for a shard, from fp32; both + residual
 //   3. scales     integer maximum within a lane, across the lanes that share a block, for blocks above 512 across warps
 //   4. codes, and what they lost
 //   5. sums of errors over the thread block, where somebody wants them
@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "block.cuh"
 #include "families.h"
@@ -135,12 +136,25 @@ struct ReduceParams {
   EncodeParams encode;
   int32_t flag_bytes;
   float scale;
+  // A shard: see ReduceArgs.
+  const Share* sent_shares;
+  int64_t sent_chunk_bytes;
+  int64_t chunk_bytes;
+  int64_t first_chunk;
 };
 
-template <class Format, int kGroup, int kCapacity>
-__device__ __forceinline__ void reduce_tile(const ReduceParams<kCapacity>& params, const Work& work, Options& options) {
+/// The places of a tile in the payloads: bytes from their beginning.
+struct Sent {
+  int64_t codes;
+  int64_t scales;
+};
+
+/// SentFormat: of the payloads; Format: of the result.
+template <class SentFormat, class Format, int kGroup, int kCapacity>
+__device__ __forceinline__ void reduce_tile(const ReduceParams<kCapacity>& params, const Work& work, const Sent& sent,
+                                            Options& options) {
   using P = Places<kGroup>;
-  using C = Codes<Format, kGroup>;
+  using C = Codes<SentFormat, kGroup>;
   Values<kGroup> x;
 #pragma unroll
   for (int i = 0; i < P::kGroups; ++i) {
@@ -159,17 +173,17 @@ __device__ __forceinline__ void reduce_tile(const ReduceParams<kCapacity>& param
       scales[i] = 0.0f;
       if (element >= work.numel) continue;
       // A group of more than 16 bytes does not exist; one that begins inside ends within the padding.
-      codes[i].load(chunk + work.share.codes_offset, work.first + element);
-      if constexpr (Format::kHasScale) {
-        scales[i] = Format::load_scale(chunk + work.share.scales_offset, (work.first + element) >> work.block_shift());
+      codes[i].load(chunk + sent.codes, work.first + element);
+      if constexpr (SentFormat::kHasScale) {
+        scales[i] = SentFormat::load_scale(chunk + sent.scales, (work.first + element) >> work.block_shift());
       }
     }
 #pragma unroll
     for (int i = 0; i < P::kGroups; ++i) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
-        float value = Format::decode(codes[i].get(j));
-        if constexpr (Format::kHasScale) value = decode_scaled(value, scales[i]);
+        float value = SentFormat::decode(codes[i].get(j));
+        if constexpr (SentFormat::kHasScale) value = decode_scaled(value, scales[i]);
         x[i][j] += value;
       }
     }
@@ -183,9 +197,9 @@ __device__ __forceinline__ void reduce_tile(const ReduceParams<kCapacity>& param
   encode_tile<Format, kGroup>(work, x, 0, options);
 }
 
-template <int kCapacity>
-__global__ void __launch_bounds__(kThreads, kBlocks) block_reduce_kernel(const __grid_constant__ ReduceParams<kCapacity> params) {
-  const Work work = work_of(params.shares, params.tiles, params.out, 0);
+/// kIsShard: the payloads hold a shard in fp32.
+template <int kCapacity, bool kIsShard>
+__device__ __forceinline__ void reduce_work(const ReduceParams<kCapacity>& params, const Work& work, const Sent& sent) {
   // The flags are the first bytes of a chunk.
   const auto is_used = [&](int64_t segment) {
     bool used = false;
@@ -201,16 +215,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks) block_reduce_kernel(const _
   const bool is_there = options.residual == nullptr || is_used(work.share.segment);
   with_format(work.share.kind, [&](auto format) {
     using Format = decltype(format);
-    // As many codes as fill 16 bytes, or all that a thread has.
-    constexpr int kGroup = Format::kBits <= 8 ? 16 : 128 / Format::kBits;
+    using SentFormat = std::conditional_t<kIsShard, Plain<Fp32>, Format>;
+    // As many codes as fill 16 bytes on the wider side, or all that a thread has.
+    constexpr int kGroup = SentFormat::kBits <= 8 ? 16 : 128 / SentFormat::kBits;
     if (is_there) {
-      reduce_tile<Format, kGroup>(params, work, options);
+      reduce_tile<SentFormat, Format, kGroup>(params, work, sent, options);
     } else {
       write_zero_tile<Format>(work);
     }
     finish_share<Format>(work);
   });
   if (is_there) add_error_sums(options);
+}
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads, kBlocks) block_reduce_kernel(const __grid_constant__ ReduceParams<kCapacity> params) {
+  const Work work = work_of(params.shares, params.tiles, params.out, 0);
+  reduce_work<kCapacity, false>(params, work, {work.share.codes_offset, work.share.scales_offset});
+}
+
+/// Of a shard: sums what the ranks of a host packed as fp32 and encodes it for the first time.
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads, kBlocks) shard_reduce_kernel(const __grid_constant__ ReduceParams<kCapacity> params) {
+  const Tile tile = params.tiles[blockIdx.x];
+  const int64_t chunk = params.shares[tile.share].chunk - params.first_chunk;
+  const Work work = work_of(params.shares, params.tiles, params.out - params.first_chunk * params.chunk_bytes, params.chunk_bytes);
+  reduce_work<kCapacity, true>(params, work, {chunk * params.sent_chunk_bytes + params.sent_shares[tile.share].codes_offset, 0});
 }
 
 // ---- unpack ----------------------------------------------------------------------------------------------------------
@@ -350,7 +380,12 @@ cudaError_t reduce(const ReduceArgs& args, const Workspace& workspace, cudaStrea
     params.encode = encode_params(args.encode, args.num_payloads);
     params.flag_bytes = layout.flag_bytes;
     params.scale = args.scale;
-    return launch(block_reduce_kernel<capacity>, layout.num_tiles, kThreads, stream, params);
+    params.sent_shares = args.sent_shares;
+    params.sent_chunk_bytes = args.sent_chunk_bytes;
+    params.chunk_bytes = layout.chunk_bytes;
+    params.first_chunk = args.first_chunk;
+    const auto kernel = args.encodes_only() ? shard_reduce_kernel<capacity> : block_reduce_kernel<capacity>;
+    return launch(kernel, layout.num_tiles, kThreads, stream, params);
   });
 }
 
