@@ -116,6 +116,9 @@ void Parameters::set(const ParameterTable& given) {
     TORCH_CHECK_VALUE(is_elementwise(entry.codec) || !exchange_.encodes() || !exchange_.one_codec(),
                       "Engine.set_parameters: codec ", given.codecs[i], " of parameter ", names[i],
                       " needs scatter_gather: libraries cannot sum it");
+    TORCH_CHECK_VALUE(entry.codec != Kind::kFp16 || !exchange_.packs_uncompressed(),
+                      "Engine.set_parameters: codec fp16 of parameter ", names[i],
+                      " does not go with hierarchical, which does not count what vanishes; expected bf16");
     const bool is_new = table.emplace(given.parameters[i].unsafeGetTensorImpl(), std::move(entry)).second;
     TORCH_CHECK_VALUE(is_new, "Engine.set_parameters: parameter ", names[i], " came twice");
   }
@@ -164,25 +167,29 @@ void Parameters::add_residual(Part& part, const Segment& segment, const Residual
   part.sender_residuals.push_back(nullptr);
   part.reducer_residuals.push_back(nullptr);
   if (!residual.sender.defined()) return;
-  const Run held = share_of(segment, options_.rank, exchange_.num_chunks());
-  for (const auto& [memory, numel] : {std::pair(residual.sender, segment.numel), std::pair(residual.reducer, held.numel)}) {
+  const int64_t num_shards = exchange_.num_shards();
+  const Run sent = num_shards > 1 ? shard_of(segment, exchange_.my_shard(), num_shards) : Run{0, segment.numel};
+  const Run held = share_of(segment, exchange_.my_chunk(), exchange_.num_chunks(), num_shards);
+  // As the address of element 0, though only the elements of `run` are there.
+  const auto address = [this](const at::Tensor& memory, Run run) -> float* {
     TORCH_CHECK_VALUE(memory.defined() && memory.scalar_type() == at::kFloat && memory.is_contiguous() &&
-                          memory.numel() == numel && memory.device() == device_,
-                      "Engine.set_parameters: expected a residual of ", numel, " contiguous fp32 elements on ", device_);
-  }
-  part.sender_residuals.back() = static_cast<float*>(residual.sender.mutable_data_ptr());
-  if (held.numel == 0) return;
-  // As the address of element 0, though only the elements held are there.
-  const auto address = reinterpret_cast<uintptr_t>(residual.reducer.mutable_data_ptr()) - held.element * sizeof(float);
-  part.reducer_residuals.back() = reinterpret_cast<float*>(address);
+                          memory.numel() == run.numel && memory.device() == device_,
+                      "Engine.set_parameters: expected a residual of ", run.numel, " contiguous fp32 elements on ", device_);
+    if (run.numel == 0) return nullptr;
+    return reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(memory.mutable_data_ptr()) - run.element * sizeof(float));
+  };
+  part.sender_residuals.back() = address(residual.sender, sent);
+  part.reducer_residuals.back() = address(residual.reducer, held);
 }
 
 void Parameters::add_error_tables(Part& part, const Layout& layout) const {
   const auto zeros = [this](int64_t tiles) { return at::zeros({tiles, kErrorSums}, doubles_on(device_)); };
-  part.pack_errors.push_back(zeros(static_cast<int64_t>(layout.tiles.size())));
-  if (exchange_.num_chunks() == 1) return;
   const auto& first_tile = layout.chunk_first_tile;
-  part.reduce_errors.push_back(zeros(first_tile[options_.rank + 1] - first_tile[options_.rank]));
+  const auto tiles_of = [&](int64_t chunk, int64_t count) { return first_tile[chunk + count] - first_tile[chunk]; };
+  const int64_t per_shard = layout.chunks_per_shard();
+  part.pack_errors.push_back(zeros(tiles_of(exchange_.my_shard() * per_shard, per_shard)));
+  if (exchange_.num_chunks() == 1) return;
+  part.reduce_errors.push_back(zeros(tiles_of(exchange_.my_chunk(), 1)));
 }
 
 void Parameters::retire(const BucketPlan& plan) {
@@ -288,15 +295,20 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
     const int64_t num_tiles = std::max<int64_t>(1, ceil_div(draft.numel, kTileElements));
     const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, options_.slice_bytes), 1, num_tiles);
     for (int64_t slice = 0; slice < num_slices; ++slice) {
-      auto layout = std::make_shared<Layout>(build_layout(draft.segments, exchange_.num_chunks(), slice, num_slices));
+      auto layout = std::make_shared<Layout>(
+          build_layout(draft.segments, exchange_.num_chunks(), slice, num_slices, exchange_.num_shards()));
       if (part.in_place) *layout = in_place_layout(std::move(*layout), part.offsets);
       if (slice == 0) {
         part.partials = at::zeros({layout->num_partials}, doubles_on(device_));
         part.sum_of_squares = at::zeros({layout->num_segments}, doubles_on(device_));
       }
       if (options_.measure_error && exchange_.encodes() && !part.in_place) add_error_tables(part, *layout);
-      plan->wire_bytes += exchange_.wire_bytes(*layout);
-      part.slices.push_back(std::make_unique<DeviceLayout>(std::move(layout), device_));
+      SliceLayout& added = part.slices.emplace_back();
+      if (exchange_.packs_uncompressed()) {
+        added.uncompressed = std::make_unique<DeviceLayout>(std::make_shared<const Layout>(uncompressed(*layout)), device_);
+      }
+      added.wire = std::make_unique<DeviceLayout>(std::move(layout), device_);
+      plan->wire_bytes += exchange_.wire_bytes(added);
     }
     part.norm_idx_on_device = on_device(part.norm_idx, device_);
     if (draft.numel > 0) plan->parts.push_back(std::move(part));

@@ -37,7 +37,7 @@ struct Bucket {
 
 /// What encoding lost, of one parameter: fp32, on the device. Undefined where it is not kept.
 struct Residual {
-  at::Tensor sender;   // [numel], of this rank's payloads
+  at::Tensor sender;   // of what this rank encodes first: [numel], or the elements of its shard (shard_of)
   at::Tensor reducer;  // of the elements that this rank reduces (share_of)
 };
 
@@ -45,7 +45,7 @@ struct Part {
   std::vector<int64_t> offsets;    // bytes from the start of the buffer to each segment
   std::vector<int64_t> parameter_idx;  // of each segment, in the bucket
   std::vector<int64_t> norm_idx;   // of each segment's parameter, in the order of names
-  std::vector<std::unique_ptr<DeviceLayout>> slices;
+  std::vector<SliceLayout> slices;
   at::Tensor partials;             // fp64 on the device: sums of squares, one per tile
   at::Tensor sum_of_squares;       // fp64 on the device: one per segment
   at::Tensor norm_idx_on_device;   // undefined on the CPU

@@ -45,7 +45,7 @@ struct EngineOptions {
   c10::Device device{c10::DeviceType::CPU};
   int world_size = 1;
   int rank = 0;
-  std::string exchange = "all_reduce";  // or "scatter_gather"
+  std::string exchange = "all_reduce";  // or "scatter_gather", "hierarchical"
   double scale = 1.0;                   // multiplies every gradient: 1/world_size for a mean
   int64_t slice_bytes = 25 << 20;       // of gradients
   bool stochastic = false;              // rounding

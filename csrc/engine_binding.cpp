@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "engine.h"
 #include "transport_c10d.h"
+#include "transport_hierarchical.h"
 #include "transport_nccl.h"
 
 namespace gsync {
@@ -181,12 +182,12 @@ void bind_engine(py::module_& module) {
   py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(module, "C10dTransport", "Transport over process groups.")
       .def(
           py::init([](const py::object& main, const py::object& gather, int rank, int size, double timeout_s,
-                      const std::string& device, bool owned) {
+                      const std::string& device, bool owned, std::vector<int> known_as) {
             return std::make_shared<C10dTransport>(backend_of(main, device), backend_of(gather, device), rank, size,
-                                                   to_milliseconds(timeout_s), owned);
+                                                   to_milliseconds(timeout_s), owned, std::move(known_as));
           }),
           py::arg("main"), py::arg("gather"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"), py::arg("device") = "cpu",
-          py::arg("owned") = true,
+          py::arg("owned") = true, py::arg("known_as") = std::vector<int>{},
           "Takes two groups (or Backends) of the same ranks over: main for all_reduce and all_to_all, gather for all_gather.\n\n"
           "owned=True: nobody else may hold a reference to them, since Gloo tells the other ranks of a failure only by destroying\n"
           "the group. owned=False: the groups belong to the user and are never aborted.");
@@ -202,7 +203,19 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout_s"),
            py::arg("min_ctas") = py::none(), py::arg("max_ctas") = py::none(), py::arg("library") = "libnccl.so.2",
-           "Collective: every rank makes one, with a store that nobody else uses.");
+           "Collective: every rank makes one, with a store that nobody else uses.")
+      .def("split", &NcclTransport::split, py::arg("color"), py::arg("key"), py::arg("size"), no_gil(),
+           "Returns a transport over the ranks that call with the same color, in the order of key. Collective.");
+
+  py::class_<HierarchicalTransport, Transport, std::shared_ptr<HierarchicalTransport>>(
+      module, "HierarchicalTransport", "Transports over all ranks, those of a host, and those of equal local rank, as one.")
+      .def(py::init([](std::shared_ptr<Transport> all, std::shared_ptr<Transport> inner, std::shared_ptr<Transport> outer,
+                       int local_rank, int ranks_per_host, int host, int num_hosts) {
+             return std::make_shared<HierarchicalTransport>(std::move(all), std::move(inner), std::move(outer),
+                                                            HostPlace{local_rank, ranks_per_host, host, num_hosts});
+           }),
+           py::arg("all"), py::arg("inner"), py::arg("outer"), py::arg("local_rank"), py::arg("ranks_per_host"), py::arg("host"),
+           py::arg("num_hosts"));
 
   module.def("cost_of_clock", &cost_of_clock, py::arg("num_buckets"), no_gil(),
              "Returns what it costs to take the times of so many buckets, in s.");

@@ -2,11 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "payload_memory.h"
 #include "range.h"
+#include "transport_hierarchical.h"
 
 namespace gsync {
 namespace {
@@ -31,17 +33,25 @@ at::ScalarType wire_type(const Layout& layout) {
   return at::kFloat;  // a slice without elements: flags and padding, written as zeros or 1.0
 }
 
+// The pieces of a buffer, each of `bytes`, one after the other.
+std::vector<const uint8_t*> pieces_of(const at::Tensor& buffer, int64_t count, int64_t bytes) {
+  std::vector<const uint8_t*> pieces;
+  pieces.reserve(count);
+  for (int64_t i = 0; i < count; ++i) pieces.push_back(bytes_of(buffer) + i * bytes);
+  return pieces;
+}
+
 class Local final : public Exchange {
  public:
   bool encodes() const override { return false; }
   int64_t num_chunks() const override { return 1; }
   bool one_codec() const override { return false; }
-  int64_t wire_bytes(const Layout& /*layout*/) const override { return 0; }
-  void reserve(const DeviceLayout& layout, SliceBuffers& buffers) const override {
-    grow(buffers.payload, layout.layout().payload_bytes(), layout.device());
+  int64_t wire_bytes(const SliceLayout& /*layout*/) const override { return 0; }
+  void reserve(const SliceLayout& layout, SliceBuffers& buffers) const override {
+    grow(buffers.payload, layout.wire->layout().payload_bytes(), layout.wire->device());
   }
-  std::shared_ptr<Collective> issue(int /*stage*/, const DeviceLayout& /*layout*/, SliceBuffers& /*buffers*/,
-                                    c10::Stream /*stream*/, const EncodeOptions& /*reduce_encode*/) const override {
+  std::shared_ptr<Collective> issue(int /*stage*/, const SliceLayout& /*layout*/, SliceBuffers& /*buffers*/,
+                                    c10::Stream /*stream*/, const Encodings& /*encodings*/) const override {
     return nullptr;
   }
 };
@@ -52,15 +62,17 @@ class AllReduce final : public Exchange {
 
   int64_t num_chunks() const override { return 1; }
   bool one_codec() const override { return true; }
-  int64_t wire_bytes(const Layout& layout) const override { return 2 * layout.payload_bytes() * (world_size_ - 1) / world_size_; }
-  void reserve(const DeviceLayout& layout, SliceBuffers& buffers) const override {
-    grow(buffers.payload, layout.layout().payload_bytes(), layout.device());
+  int64_t wire_bytes(const SliceLayout& layout) const override {
+    return 2 * layout.wire->layout().payload_bytes() * (world_size_ - 1) / world_size_;
   }
-  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream /*stream*/,
-                                    const EncodeOptions& /*reduce_encode*/) const override {
+  void reserve(const SliceLayout& layout, SliceBuffers& buffers) const override {
+    grow(buffers.payload, layout.wire->layout().payload_bytes(), layout.wire->device());
+  }
+  std::shared_ptr<Collective> issue(int stage, const SliceLayout& layout, SliceBuffers& buffers, c10::Stream /*stream*/,
+                                    const Encodings& /*encodings*/) const override {
     if (stage > 0) return nullptr;
-    const at::Tensor payload = first(buffers.payload, layout.layout().payload_bytes());
-    return transport_->all_reduce(payload.view(wire_type(layout.layout())));
+    const at::Tensor payload = first(buffers.payload, layout.wire->layout().payload_bytes());
+    return transport_->all_reduce(payload.view(wire_type(layout.wire->layout())));
   }
 
  private:
@@ -74,25 +86,27 @@ class ScatterGather final : public Exchange {
       : transport_(std::move(transport)), rank_(rank), world_size_(world_size) {}
 
   int64_t num_chunks() const override { return world_size_; }
+  int64_t my_chunk() const override { return rank_; }
   bool one_codec() const override { return false; }
-  int64_t wire_bytes(const Layout& layout) const override { return 2 * layout.chunk_bytes * (world_size_ - 1); }
-  void reserve(const DeviceLayout& layout, SliceBuffers& buffers) const override {
-    grow(buffers.payload, layout.layout().payload_bytes(), layout.device());
-    grow(buffers.received, layout.layout().payload_bytes(), layout.device());
-    grow(buffers.reduced, layout.layout().chunk_bytes, layout.device());
+  int64_t wire_bytes(const SliceLayout& layout) const override {
+    return 2 * layout.wire->layout().chunk_bytes * (world_size_ - 1);
   }
-  std::shared_ptr<Collective> issue(int stage, const DeviceLayout& layout, SliceBuffers& buffers, c10::Stream stream,
-                                    const EncodeOptions& reduce_encode) const override {
-    const int64_t chunk_bytes = layout.layout().chunk_bytes;
+  void reserve(const SliceLayout& layout, SliceBuffers& buffers) const override {
+    const Layout& sizes = layout.wire->layout();
+    grow(buffers.payload, sizes.payload_bytes(), layout.wire->device());
+    grow(buffers.received, sizes.payload_bytes(), layout.wire->device());
+    grow(buffers.reduced, sizes.chunk_bytes, layout.wire->device());
+  }
+  std::shared_ptr<Collective> issue(int stage, const SliceLayout& layout, SliceBuffers& buffers, c10::Stream stream,
+                                    const Encodings& encodings) const override {
+    const int64_t chunk_bytes = layout.wire->layout().chunk_bytes;
     const at::Tensor payload = first(buffers.payload, world_size_ * chunk_bytes);
     if (stage == 0) return transport_->all_to_all(first(buffers.received, world_size_ * chunk_bytes), payload);
     if (stage > 1) return nullptr;
-    std::vector<const uint8_t*> chunks;
-    chunks.reserve(world_size_);
-    for (int64_t rank = 0; rank < world_size_; ++rank) chunks.push_back(bytes_of(buffers.received) + rank * chunk_bytes);
+    const auto chunks = pieces_of(buffers.received, world_size_, chunk_bytes);
     {
       const Range range("gsync::reduce");
-      reduce(layout, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream, reduce_encode);
+      reduce(*layout.wire, rank_, chunks.data(), world_size_, bytes_of(buffers.reduced), 1.0f, stream, encodings.reduce);
     }
     // The payload has been sent, so its memory takes the result.
     return transport_->all_gather(payload, first(buffers.reduced, chunk_bytes));
@@ -104,20 +118,92 @@ class ScatterGather final : public Exchange {
   int64_t world_size_;
 };
 
+class Hierarchical final : public Exchange {
+ public:
+  explicit Hierarchical(std::shared_ptr<HierarchicalTransport> transport)
+      : transport_(std::move(transport)), ranks_(transport_->place().ranks_per_host), hosts_(transport_->place().num_hosts) {}
+
+  int64_t num_chunks() const override { return ranks_ * hosts_; }
+  int64_t num_shards() const override { return ranks_; }
+  int64_t my_shard() const override { return transport_->place().local_rank; }
+  int64_t my_chunk() const override { return my_shard() * hosts_ + transport_->place().host; }
+  bool one_codec() const override { return false; }
+  int64_t wire_bytes(const SliceLayout& layout) const override {
+    const int64_t inside =
+        (layout.wire->layout().chunk_bytes + layout.uncompressed->layout().chunk_bytes) * hosts_ * (ranks_ - 1);
+    return inside + 2 * layout.wire->layout().chunk_bytes * (hosts_ - 1);
+  }
+  void reserve(const SliceLayout& layout, SliceBuffers& buffers) const override {
+    const c10::Device device = layout.wire->device();
+    const int64_t chunk_bytes = layout.wire->layout().chunk_bytes;
+    const int64_t sent_bytes = layout.uncompressed->layout().payload_bytes();
+    grow(buffers.payload, std::max(sent_bytes, num_chunks() * chunk_bytes), device);
+    grow(buffers.received, std::max(sent_bytes, hosts_ * chunk_bytes), device);
+    grow(buffers.reduced, chunk_bytes, device);
+    grow(buffers.shard, hosts_ * chunk_bytes, device);
+  }
+  std::shared_ptr<Collective> issue(int stage, const SliceLayout& layout, SliceBuffers& buffers, c10::Stream stream,
+                                    const Encodings& encodings) const override {
+    const int64_t chunk_bytes = layout.wire->layout().chunk_bytes;
+    const int64_t sent_bytes = layout.uncompressed->layout().payload_bytes();
+    const at::Tensor shard = first(buffers.shard, hosts_ * chunk_bytes);
+    // With one host the shard is done when it has been encoded.
+    if (hosts_ == 1 && stage > kScatterInside) stage += kGatherInside - kScatterBetween;
+    switch (stage) {
+      case kScatterInside:
+        return transport_->inner().all_to_all(first(buffers.received, sent_bytes), first(buffers.payload, sent_bytes));
+      case kScatterBetween:
+        encode_shard(layout, buffers, stream, encodings.first);
+        return transport_->outer().all_to_all(first(buffers.received, hosts_ * chunk_bytes), shard);
+      case kGatherBetween: {
+        const auto chunks = pieces_of(buffers.received, hosts_, chunk_bytes);
+        const Range range("gsync::reduce");
+        reduce(*layout.wire, my_chunk(), chunks.data(), hosts_, bytes_of(buffers.reduced), 1.0f, stream, encodings.reduce);
+        return transport_->outer().all_gather(shard, first(buffers.reduced, chunk_bytes));
+      }
+      case kGatherInside:
+        if (hosts_ == 1) encode_shard(layout, buffers, stream, encodings.first);
+        return transport_->inner().all_gather(first(buffers.payload, num_chunks() * chunk_bytes), shard);
+      default: return nullptr;
+    }
+  }
+
+ private:
+  enum Stage { kScatterInside, kScatterBetween, kGatherBetween, kGatherInside };
+
+  void encode_shard(const SliceLayout& layout, SliceBuffers& buffers, c10::Stream stream, const EncodeOptions& encode) const {
+    const auto sent = pieces_of(buffers.received, ranks_, layout.uncompressed->layout().payload_bytes() / ranks_);
+    const Range range("gsync::reduce");
+    reduce_shard(*layout.wire, *layout.uncompressed, my_shard(), sent.data(), ranks_, bytes_of(buffers.shard), 1.0f, stream,
+                 encode);
+  }
+
+  std::shared_ptr<HierarchicalTransport> transport_;
+  int64_t ranks_;  // of a host
+  int64_t hosts_;
+};
+
 }  // namespace
 
 int64_t SliceBuffers::bytes() const {
   int64_t total = 0;
-  for (const at::Tensor* buffer : {&payload, &received, &reduced}) {
+  for (const at::Tensor* buffer : {&payload, &received, &reduced, &shard}) {
     if (buffer->defined()) total += buffer->numel();
   }
   return total;
 }
 
 std::unique_ptr<Exchange> make_exchange(const std::string& name, std::shared_ptr<Transport> transport, int rank, int world_size) {
-  TORCH_CHECK_VALUE(name == "all_reduce" || name == "scatter_gather",
-                    "Engine: exchange must be all_reduce or scatter_gather, got ", name);
+  TORCH_CHECK_VALUE(name == "all_reduce" || name == "scatter_gather" || name == "hierarchical",
+                    "Engine: exchange must be all_reduce, scatter_gather or hierarchical, got ", name);
   if (!transport) return std::make_unique<Local>();
+  if (name == "hierarchical") {
+    auto levels = std::dynamic_pointer_cast<HierarchicalTransport>(transport);
+    TORCH_CHECK_VALUE(
+        levels && levels->place().ranks_per_host > 1 && levels->place().ranks_per_host * levels->place().num_hosts == world_size,
+        "Engine: hierarchical needs a HierarchicalTransport over ", world_size, " ranks, at least 2 a host");
+    return std::make_unique<Hierarchical>(std::move(levels));
+  }
   if (name == "all_reduce") return std::make_unique<AllReduce>(std::move(transport), world_size);
   return std::make_unique<ScatterGather>(std::move(transport), rank, world_size);
 }

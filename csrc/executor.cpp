@@ -163,8 +163,8 @@ bool WorkerExecutor::start_next() {
       // Slices differ by a tile: whichever buffer a slice gets has to be large enough for all, or buffers would grow for many steps.
       if (job->plan) {
         for (const Part& part : job->plan->parts) {
-          for (const auto& slice : part.slices) {
-            for (SliceBuffers* buffers : free_buffers_) pipeline_.exchange->reserve(*slice, *buffers);
+          for (const SliceLayout& slice : part.slices) {
+            for (SliceBuffers* buffers : free_buffers_) pipeline_.exchange->reserve(slice, *buffers);
           }
         }
       }

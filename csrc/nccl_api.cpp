@@ -26,6 +26,7 @@ std::shared_ptr<const Api> load(const std::string& library) {
   find(handle, library, "ncclGetVersion", api->get_version);
   find(handle, library, "ncclGetUniqueId", api->get_unique_id);
   find(handle, library, "ncclCommInitRankConfig", api->comm_init_rank_config);
+  find(handle, library, "ncclCommSplit", api->comm_split);
   find(handle, library, "ncclCommGetAsyncError", api->comm_get_async_error);
   find(handle, library, "ncclCommAbort", api->comm_abort);
   find(handle, library, "ncclAllReduce", api->all_reduce);

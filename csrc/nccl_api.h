@@ -1,4 +1,4 @@
-// The dozen functions of NCCL that gsync calls, found at run time in the library that torch has loaded. So one build works with
+// The functions of NCCL that gsync calls, found at run time in the library that torch has loaded. So one build works with
 // and without NCCL, and with a stand-in of the same interface. Types and numbers are those of nccl.h, which keeps them stable.
 #pragma once
 
@@ -40,6 +40,7 @@ struct Api {
   Result (*get_version)(int* version);
   Result (*get_unique_id)(UniqueId* id);
   Result (*comm_init_rank_config)(Comm* comm, int num_ranks, UniqueId id, int rank, Config* config);
+  Result (*comm_split)(Comm comm, int color, int key, Comm* part, Config* config);
   Result (*comm_get_async_error)(Comm comm, Result* error);
   Result (*comm_abort)(Comm comm);
   Result (*all_reduce)(const void* send, void* receive, size_t count, DataType type, ReduceOp op, Comm comm, Stream stream);

@@ -355,8 +355,7 @@ void bind_ops(py::module_& module) {
              py::arg("error_sums") = py::none(), py::kw_only(), py::arg("cpu_level") = py::none());
   module.def("reduce", &reduce_tensors, py::arg("layout"), py::arg("chunk"), py::arg("payloads"), py::arg("out"),
              py::arg("scale"), py::arg("residuals") = py::none(), py::arg("random_key") = py::none(),
-             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("sent") = py::none(),
-             py::arg("cpu_level") = py::none());
+             py::arg("error_sums") = py::none(), py::kw_only(), py::arg("sent") = py::none(), py::arg("cpu_level") = py::none());
   module.def("unpack", &unpack_tensors, py::arg("layout"), py::arg("payload"), py::arg("gradients"), py::arg("partials"),
              py::arg("found_nonfinite"), py::arg("finalize"), py::arg("sum_of_squares") = py::none(), py::kw_only(),
              py::arg("cpu_level") = py::none());

@@ -53,7 +53,7 @@ class PeerExchange final : public Collective {
 
 struct Operation {
   c10::intrusive_ptr<c10d::Work> work;
-  int peer;
+  int peer;  // as errors call it
   bool receives;
 };
 
@@ -132,8 +132,13 @@ void PeerLane::Waiter::run() {
   }
 }
 
-PeerLane::PeerLane(int rank, int size, int tag, std::chrono::milliseconds timeout)
-    : rank_(rank), size_(size), tag_(tag), timeout_(timeout), waiter_(std::make_shared<Waiter>()) {
+PeerLane::PeerLane(int rank, int size, int tag, std::chrono::milliseconds timeout, std::vector<int> known_as)
+    : rank_(rank),
+      size_(size),
+      tag_(tag),
+      timeout_(timeout),
+      known_as_(std::move(known_as)),
+      waiter_(std::make_shared<Waiter>()) {
   waiter_->timeout = timeout;
 }
 
@@ -149,12 +154,12 @@ std::shared_ptr<Collective> PeerLane::exchange(c10d::Backend& backend, std::vect
   for (int i = 1; i < size_; ++i) {
     const int peer = (rank_ + size_ - i) % size_;
     std::vector<at::Tensor> tensors{incoming[peer]};
-    if (tensors[0].numel() > 0) operations.push_back({backend.recv(tensors, peer, tag_), peer, true});
+    if (tensors[0].numel() > 0) operations.push_back({backend.recv(tensors, peer, tag_), known_as_[peer], true});
   }
   for (int i = 1; i < size_; ++i) {
     const int peer = (rank_ + i) % size_;
     std::vector<at::Tensor> tensors{outgoing[peer]};
-    if (tensors[0].numel() > 0) operations.push_back({backend.send(tensors, peer, tag_), peer, false});
+    if (tensors[0].numel() > 0) operations.push_back({backend.send(tensors, peer, tag_), known_as_[peer], false});
   }
   if (incoming[rank_].nbytes() > 0) {
     std::memcpy(incoming[rank_].mutable_data_ptr(), outgoing[rank_].const_data_ptr(), incoming[rank_].nbytes());

@@ -26,8 +26,11 @@ class PeerLane {
  public:
   using Wake = std::shared_ptr<std::function<void()>>;
 
-  /// Args: tag: of all messages, different from that of other lanes over the same group; timeout: of every exchange.
-  PeerLane(int rank, int size, int tag, std::chrono::milliseconds timeout);
+  /// Args:
+  ///   tag: of all messages, different from that of other lanes over the same group
+  ///   timeout: of every exchange
+  ///   known_as: of each rank of the group, the number that errors give it
+  PeerLane(int rank, int size, int tag, std::chrono::milliseconds timeout, std::vector<int> known_as);
   ~PeerLane() { abort(); }
   PeerLane(const PeerLane&) = delete;
   PeerLane& operator=(const PeerLane&) = delete;
@@ -47,6 +50,7 @@ class PeerLane {
   int size_;
   int tag_;
   std::chrono::milliseconds timeout_;
+  std::vector<int> known_as_;
   std::shared_ptr<Waiter> waiter_;  // shared with its thread, which may outlive the lane for a moment
 };
 

@@ -29,7 +29,7 @@ class SliceFlow final : public Flow {
       : Flow(pipeline, std::move(job), number),
         part_(part),
         slice_(slice),
-        layout_(*part.slices[slice]),
+        layouts_(part.slices[slice]),
         buffers_(buffers),
         is_first_of_part_(slice == 0),
         is_last_of_part_(slice + 1 == part.slices.size()) {}
@@ -40,9 +40,10 @@ class SliceFlow final : public Flow {
 
     // 1. pack
     begin(Phase::kPack);
-    pipeline_.exchange->reserve(layout_, buffers_);
-    pack(layout_, sent.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream,
-         encoding(Stage::kPack));
+    pipeline_.exchange->reserve(layouts_, buffers_);
+    // What travels uncompressed at first is encoded on its way.
+    pack(layouts_.packed(), sent.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream,
+         pipeline_.exchange->packs_uncompressed() ? EncodeOptions{} : encoding(Stage::kPack));
     end(Phase::kPack);
 
     // 2. exchange
@@ -64,8 +65,8 @@ class SliceFlow final : public Flow {
     if (job_->bucket.gradients && !job_->bucket.gradients->is_complete) read_flags();
     if (!pipeline_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
     auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
-    unpack(layout_, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()), job_->found_nonfinite,
-           sums, pipeline_.failed, stream);
+    unpack(*layouts_.wire, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()),
+           job_->found_nonfinite, sums, pipeline_.failed, stream);
     end(Phase::kUnpack);
     return true;
   }
@@ -96,7 +97,7 @@ class SliceFlow final : public Flow {
   // Which parameters were used by another rank only: those get memory for their mean. The flags are the same in every chunk.
   void read_flags() {
     GradientList& list = *job_->bucket.gradients;
-    const int32_t flag_bytes = layout_.layout().flag_bytes;
+    const int32_t flag_bytes = layouts_.wire->layout().flag_bytes;
     const auto count = static_cast<int64_t>(part_.parameter_idx.size());
     if (!pipeline_.device.is_cpu()) {
       if (!is_first_of_part_) return;
@@ -117,11 +118,12 @@ class SliceFlow final : public Flow {
   }
 
   void issue(c10::Stream stream) {
-    collective_ = pipeline_.exchange->issue(stage_, layout_, buffers_, stream, encoding(Stage::kReduce));
+    const Encodings encodings{encoding(Stage::kPack), encoding(Stage::kReduce)};
+    collective_ = pipeline_.exchange->issue(stage_, layouts_, buffers_, stream, encodings);
     issued_ = Clock::now();
   }
 
-  // How pack, or reduce, of this slice encodes.
+  // How this slice is encoded: at first, or after the sum.
   EncodeOptions encoding(Stage stage) const {
     EncodeOptions encode;
     if (!pipeline_.exchange->encodes()) return encode;
@@ -139,7 +141,7 @@ class SliceFlow final : public Flow {
 
   Part& part_;
   size_t slice_;
-  const DeviceLayout& layout_;
+  const SliceLayout& layouts_;
   SliceBuffers& buffers_;
   bool is_first_of_part_;
   bool is_last_of_part_;
@@ -152,7 +154,7 @@ class InPlaceFlow final : public Flow {
   InPlaceFlow(const Pipeline& pipeline, std::shared_ptr<BucketJob> job, int64_t number, Part& part, size_t slice)
       : Flow(pipeline, std::move(job), number),
         part_(part),
-        layout_(*part.slices[slice]),
+        layout_(*part.slices[slice].wire),
         is_last_of_part_(slice + 1 == part.slices.size()) {
     const Layout& layout = layout_.layout();
     const int64_t begin = layout.tiles.empty() ? 0 : layout.shares[layout.tiles.front().share].codes_offset;

@@ -1,5 +1,6 @@
 #include "transport_c10d.h"
 
+#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -56,11 +57,21 @@ Options with_timeout(std::chrono::milliseconds timeout) {
   return options;
 }
 
+std::vector<int> or_own(std::vector<int> known_as, int size) {
+  if (known_as.empty()) {
+    known_as.resize(static_cast<size_t>(size));
+    std::iota(known_as.begin(), known_as.end(), 0);
+  }
+  TORCH_CHECK_VALUE(known_as.size() == static_cast<size_t>(size), "C10dTransport: known_as has ", known_as.size(),
+                    " entries, expected ", size);
+  return known_as;
+}
+
 }  // namespace
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::Backend> main, c10::intrusive_ptr<c10d::Backend> gather, int rank, int size,
-                             std::chrono::milliseconds timeout, bool owned)
-    : peers_{{rank, size, kTag, timeout}, {rank, size, kTag + 1, timeout}},
+                             std::chrono::milliseconds timeout, bool owned, std::vector<int> known_as)
+    : peers_{{rank, size, kTag, timeout, or_own(known_as, size)}, {rank, size, kTag + 1, timeout, or_own(known_as, size)}},
       name_(main->getBackendName()),
       num_lanes_(main == gather ? 1 : 2),
       size_(size),

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "peer_lane.h"
 #include "transport.h"
@@ -20,8 +21,9 @@ class C10dTransport final : public Transport {
   ///   rank, size: in the group
   ///   timeout: of every collective
   ///   owned: nobody else uses these groups; they are aborted on failure, otherwise only let go
+  ///   known_as: of each rank of these groups, the number that errors give it; empty: its own
   C10dTransport(c10::intrusive_ptr<c10d::Backend> main, c10::intrusive_ptr<c10d::Backend> gather, int rank, int size,
-                std::chrono::milliseconds timeout, bool owned);
+                std::chrono::milliseconds timeout, bool owned, std::vector<int> known_as = {});
   ~C10dTransport() override;
 
   std::string name() const override { return name_; }

@@ -58,13 +58,12 @@ NcclTransport::NcclTransport(c10::intrusive_ptr<c10d::Store> store, int rank, in
                 sizeof(id.internal));
     std::memcpy(id.internal, bytes.data(), bytes.size());
   }
-  nccl::Config config;
-  config.blocking = 0;  // so that a rank that never comes is a time-out here, not a hang inside NCCL
-  config.min_ctas = min_ctas;
-  config.max_ctas = max_ctas;
+  config_.blocking = 0;  // so that a rank that never comes is a time-out here, not a hang inside NCCL
+  config_.min_ctas = min_ctas;
+  config_.max_ctas = max_ctas;
   try {
     std::lock_guard<std::mutex> lock(mutex_);
-    check(api_->comm_init_rank_config(&comm_, size, id, rank, &config), "ncclCommInitRankConfig");
+    check(api_->comm_init_rank_config(&comm_, size, id, rank, &config_), "ncclCommInitRankConfig");
   } catch (...) {
     abort();
     throw;
@@ -72,6 +71,17 @@ NcclTransport::NcclTransport(c10::intrusive_ptr<c10d::Store> store, int rank, in
 }
 
 NcclTransport::~NcclTransport() { abort(); }
+
+std::shared_ptr<NcclTransport> NcclTransport::split(int color, int key, int size) {
+  const c10::DeviceGuard guard(device_);
+  const std::shared_ptr<NcclTransport> part(new NcclTransport(api_, size, device_, timeout_, config_));
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock_part(part->mutex_);
+  TORCH_CHECK(!aborted_.load(), "the NCCL communicator was aborted");
+  check(api_->comm_split(comm_, color, key, &part->comm_, &part->config_), "ncclCommSplit");
+  part->check(nccl::kInProgress, "ncclCommSplit");  // it is ready when it says so itself
+  return part;
+}
 
 void NcclTransport::check(nccl::Result result, const char* what) {
   const auto deadline = Clock::now() + timeout_;

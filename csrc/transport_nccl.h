@@ -5,6 +5,7 @@
 #include <chrono>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 
 #include "nccl_api.h"
 #include "transport.h"
@@ -21,6 +22,11 @@ class NcclTransport final : public Transport {
   NcclTransport(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout,
                 int min_ctas, int max_ctas, const std::string& library);
   ~NcclTransport() override;
+  NcclTransport(const NcclTransport&) = delete;
+  NcclTransport& operator=(const NcclTransport&) = delete;
+
+  /// A transport over the ranks that call with the same `color`, `size` of them, in the order of `key`. Collective over all ranks.
+  std::shared_ptr<NcclTransport> split(int color, int key, int size);
 
   std::string name() const override { return "nccl"; }
   int num_lanes() const override { return 1; }  // one stream keeps the order anyway
@@ -36,6 +42,9 @@ class NcclTransport final : public Transport {
   void abort() noexcept override;
 
  private:
+  NcclTransport(std::shared_ptr<const nccl::Api> api, int size, c10::Device device, std::chrono::milliseconds timeout,
+                const nccl::Config& config)
+      : api_(std::move(api)), size_(size), device_(device), timeout_(timeout), config_(config) {}
   /// Throws unless `result` is, or becomes within the time-out, a success. Holds mutex_.
   void check(nccl::Result result, const char* what);
   nccl::Stream current_stream() const;
@@ -44,6 +53,7 @@ class NcclTransport final : public Transport {
   int size_;
   c10::Device device_;
   std::chrono::milliseconds timeout_;
+  nccl::Config config_;
   std::mutex mutex_;  // NCCL wants one call at a time on a communicator
   nccl::Comm comm_ = nullptr;
   std::atomic<bool> aborted_{false};

@@ -10,6 +10,8 @@ from torch import Tensor
 class Layout:
     """The layout of one slice of a bucket, with its tables on the devices that used it."""
 
+    def uncompressed(self) -> Layout:
+        """The same slice with its elements as fp32."""
     payload_bytes: int
     chunk_bytes: int
     num_chunks: int
@@ -40,6 +42,22 @@ class C10dTransport(Transport):
         timeout_s: float,
         device: str = "cpu",
         owned: bool = True,
+        known_as: Sequence[int] = (),
+    ) -> None:
+        """`known_as`: of each rank of these groups, the number that errors give it; empty: its own."""
+
+class HierarchicalTransport(Transport):
+    """Transports over all ranks, those of a host, and those of equal local rank on all hosts, as one."""
+
+    def __init__(
+        self,
+        all: Transport,
+        inner: Transport,
+        outer: Transport,
+        local_rank: int,
+        ranks_per_host: int,
+        host: int,
+        num_hosts: int,
     ) -> None: ...
 
 class Engine:

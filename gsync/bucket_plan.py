@@ -55,18 +55,12 @@ class PlanOptions:
     """How buckets are cut and encoded.
 
     Attributes:
-        num_chunks: of a payload; 1 under all_reduce.
-        one_codec: whether all segments of a payload must have one.
         slice_bytes: of gradients, at least 1.
-        rank: in the group.
         start_step: block codecs, and residuals, are used from this step on; bf16 until then.
         measure_error: whether there are steps that sum what encoding loses.
     """
 
-    num_chunks: int
-    one_codec: bool
     slice_bytes: int
-    rank: int = 0
     start_step: int = 0
     measure_error: bool = False
 
@@ -84,8 +78,9 @@ class _Entry:
 class Parameters:
     """The model's parameters by identity, and the plans made from them."""
 
-    def __init__(self, device: torch.device, options: PlanOptions) -> None:
-        self._device, self._options = device, options
+    def __init__(self, device: torch.device, exchange: Any, options: PlanOptions) -> None:
+        """`exchange`: of python_exchange.py; None for one rank."""
+        self._device, self._exchange, self._options = device, exchange, options
         self._table: dict[int, _Entry] = {}
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
         self._retired_errors = torch.zeros(2, len(ERROR_SUMS), dtype=torch.float64, device=device)
@@ -103,7 +98,7 @@ class Parameters:
         if not len(params) == len(order) == len(codecs):
             raise ValueError(f"set_parameters: {len(params)} parameters, {len(order)} different names, {len(codecs)} codecs")
         for name, codec in zip(names, codecs, strict=True):
-            if self._options.one_codec and CODEC_KINDS[codec] in BLOCK_SIZES:
+            if self._one_codec and CODEC_KINDS[codec] in BLOCK_SIZES:
                 raise ValueError(f"set_parameters: codec {codec} of {name!r} needs scatter_gather: libraries cannot sum it")
         rows = zip(params, names, codecs, block_sizes or [0] * len(names), residuals or [None] * len(names), strict=True)
         self._table = {
@@ -195,7 +190,7 @@ class Parameters:
             codec = entry.codec if has_started or CODEC_KINDS[entry.codec] not in BLOCK_SIZES else "bf16"
             kind = CODEC_KINDS[codec]
             numel = param.numel() * (2 if param.is_complex() else 1)  # DDP hands over the real view of a complex bucket
-            part = parts.setdefault(codec if self._options.one_codec else "", Part())
+            part = parts.setdefault(codec if self._one_codec else "", Part())
             part.spans.append((end, numel))
             block_size = entry.block_size if kind in BLOCK_SIZES else 0
             part.segments.append(Segment(numel, DTYPE_CODES[dtype], kind, hash64(entry.name), block_size))
@@ -210,8 +205,9 @@ class Parameters:
             numel = sum(numel for _, numel in part.spans)
             wanted = -(-numel * dtype.itemsize // self._options.slice_bytes)
             num_slices = min(max(wanted, 1), max(1, -(-numel // TILE_ELEMENTS)))
-            chunks = self._options.num_chunks
-            part.layouts = [BucketLayout(part.segments, chunks, i, num_slices) for i in range(num_slices)]
+            cut = self._exchange
+            num_chunks, num_shards = (cut.num_chunks, cut.num_shards) if cut is not None else (1, 1)
+            part.layouts = [BucketLayout(part.segments, num_chunks, i, num_slices, num_shards) for i in range(num_slices)]
             if self._options.measure_error:
                 self._add_error_tables(part)
             part.partials = torch.zeros(part.layouts[0].sizes.num_partials, dtype=torch.float64, device=self._device)
@@ -220,13 +216,22 @@ class Parameters:
         filled = [part for _, part in ordered if any(numel for _, numel in part.spans)]
         return BucketPlan(filled, end * dtype.itemsize)
 
+    @property
+    def _one_codec(self) -> bool:
+        """Whether all segments of a payload must have one."""
+        return self._exchange is not None and self._exchange.one_codec
+
     def _add_error_tables(self, part: Part) -> None:
-        rank = self._options.rank
+        cut = self._exchange
+        if cut is None:
+            return
+        per_shard = cut.num_chunks // cut.num_shards
         for layout in part.layouts:
             first_tile = layout.sizes.chunk_first_tile
-            part.pack_errors.append(self._error_table(first_tile[-1]))
-            if self._options.num_chunks > 1:
-                part.reduce_errors.append(self._error_table(first_tile[rank + 1] - first_tile[rank]))
+            begin, end = cut.shard * per_shard, (cut.shard + 1) * per_shard
+            part.pack_errors.append(self._error_table(first_tile[end] - first_tile[begin]))
+            if cut.num_chunks > 1:
+                part.reduce_errors.append(self._error_table(first_tile[cut.chunk + 1] - first_tile[cut.chunk]))
 
     def _error_table(self, num_tiles: int) -> torch.Tensor:
         return torch.zeros(num_tiles, len(ERROR_SUMS), dtype=torch.float64, device=self._device)

@@ -4,7 +4,9 @@ A state may be loaded before model and group are known; then it is kept, and app
 
     residuals of a checkpoint, by parameter name
         of one rank     {"sender": [shape], "reducer": [numel], "first": int}      see gsync/residuals.py
-        consolidated    {"error": [shape]}: the sum of all ranks' residuals, which a world of W ranks shares out as error / W
+                        {"sender": [numel], "sender_first": int, ...}              of a shard, under hierarchical
+        consolidated    {"error": [shape]}: the sum of all ranks' residuals, which a world shares out among the ranks that hold a
+                        residual of an element: all of them, under hierarchical one on each host
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from .config import SyncConfig
 from .errors import GsyncWarning
+from .hosts import Place
 from .model import Model
 from .residuals import Residual, Residuals
 
@@ -48,11 +51,11 @@ class Feedback:
         """Bytes of the residuals held now."""
         return self._residuals.num_bytes if self._residuals is not None else 0
 
-    def attach(self, model: Model, group: Any) -> None:
+    def attach(self, model: Model, group: Any, place: Place) -> None:
         """Makes the residuals of a model, zeros or what was loaded. Nothing on a group of one rank, which encodes nothing."""
         if self._is_on and group.size() > 1:
             if self._residuals is None:
-                self._residuals = Residuals(group.rank(), group.size(), model.device)
+                self._residuals = Residuals(place, model.device)
             self._residuals.cover(model)
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
@@ -110,8 +113,11 @@ class Feedback:
                 entries[name] = {"error": table[name].shaped(error).clone()}
         else:
             for name, kept in table.items():
-                sender = kept.shaped(kept.sender).clone()
-                entries[name] = {"sender": sender, "reducer": kept.reducer.clone(), "first": kept.first}
+                if kept.is_shard:
+                    entries[name] = {"sender": kept.sender.clone(), "sender_first": kept.sender_first}
+                else:
+                    entries[name] = {"sender": kept.shaped(kept.sender).clone()}
+                entries[name] |= {"reducer": kept.reducer.clone(), "first": kept.first}
         return {**head, "loss_scale": float(self._residuals.unit), "residuals": entries}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +133,7 @@ class Feedback:
             raise ValueError(f"load_state_dict: version {state['version']}, expected 1; it is of a newer gsync")
         keys = {"error"} if state["consolidated"] else {"sender", "reducer", "first"}
         for name, entry in state["residuals"].items():
-            if not isinstance(entry, Mapping) or set(entry) != keys:
+            if not isinstance(entry, Mapping) or set(entry) - {"sender_first"} != keys:
                 raise ValueError(f"load_state_dict: residuals[{name!r}] should have {', '.join(sorted(keys))}")
         self._loaded = state
 
@@ -158,21 +164,35 @@ def _load(residuals: Residuals | None, state: Mapping[str, Any], rank: int, worl
         elif name not in entries:
             reason = "zero, since the state has none"
         else:
-            reason = _load_one(residuals.table[name], entries[name], world_size)
+            reason = _load_one(residuals.table[name], entries[name], residuals.place.num_hosts)
         if reason:
             reasons.setdefault(reason, []).append(name)
     return "; ".join(f"residuals of {_listed(names)} are {reason}" for reason, names in reasons.items())
 
 
-def _load_one(kept: Residual, entry: Mapping[str, Any], world_size: int) -> str:
-    source = entry["error"] if "error" in entry else entry["sender"]
-    if tuple(source.shape) != kept.shape:
-        return f"dropped, since the shape was {tuple(source.shape)} and is {kept.shape}"
+def _load_one(kept: Residual, entry: Mapping[str, Any], num_holders: int) -> str:
+    """`num_holders`: ranks that hold a sender residual of the same element."""
     if "error" in entry:
-        kept.shaped(kept.sender).copy_(source).div_(world_size)
+        error = entry["error"]
+        if tuple(error.shape) != kept.shape:
+            return f"dropped, since the shape was {tuple(error.shape)} and is {kept.shape}"
+        flat = torch.empty(kept.numel, device=kept.sender.device)
+        kept.shaped(flat).copy_(error)
+        kept.sender.copy_(flat[kept.sender_first :][: kept.sender.numel()]).div_(num_holders)
         return ""
-    kept.shaped(kept.sender).copy_(source)
-    same_order = tuple(source.stride()) == kept.stride or source.numel() == 0
+    source = entry["sender"]
+    if ("sender_first" in entry) is not kept.is_shard:
+        return "dropped, since the exchange was another"
+    if kept.is_shard:
+        if (entry["sender_first"], source.numel()) != (kept.sender_first, kept.sender.numel()):
+            return "dropped, since this rank encodes other elements now"
+        kept.sender.copy_(source)
+        same_order = True
+    else:
+        if tuple(source.shape) != kept.shape:
+            return f"dropped, since the shape was {tuple(source.shape)} and is {kept.shape}"
+        kept.shaped(kept.sender).copy_(source)
+        same_order = tuple(source.stride()) == kept.stride or source.numel() == 0
     if not same_order or (entry["first"], entry["reducer"].numel()) != (kept.first, kept.reducer.numel()):
         return "dropped as far as this rank reduces, since it reduces other elements now"
     kept.reducer.copy_(entry["reducer"])
@@ -186,14 +206,15 @@ def _sum_over_ranks(table: Mapping[str, Residual], group: Any) -> dict[str, torc
     while names:
         batch: list[str] = []
         numel = 0
-        while names and (not batch or numel + table[names[0]].sender.numel() <= _BATCH_NUMEL):
-            numel += table[names[0]].sender.numel()
+        while names and (not batch or numel + table[names[0]].numel <= _BATCH_NUMEL):
+            numel += table[names[0]].numel
             batch.append(names.pop(0))
-        flat = torch.cat([table[name].sender for name in batch])
-        parts = dict(zip(batch, flat.split([table[name].sender.numel() for name in batch]), strict=True))
+        flat = table[batch[0]].sender.new_zeros(numel)
+        parts = dict(zip(batch, flat.split([table[name].numel for name in batch]), strict=True))
         for name, part in parts.items():
             kept = table[name]
-            part[kept.first : kept.first + kept.reducer.numel()] += kept.reducer
+            part[kept.sender_first :][: kept.sender.numel()] += kept.sender
+            part[kept.first :][: kept.reducer.numel()] += kept.reducer
         dist.all_reduce(flat, group=group)
         totals.update(parts)
     return totals

@@ -14,13 +14,10 @@ from typing import Any
 PLAIN_CODECS = ("fp32", "fp16", "bf16")
 BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")  # one scale for each block of elements
 CODECS = PLAIN_CODECS + BLOCK_CODECS
-EXCHANGES = ("auto", "all_reduce", "scatter_gather")
+EXCHANGES = ("auto", "all_reduce", "scatter_gather", "hierarchical")
 ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "native", "triton", "reference")
 TRANSPORTS = ("auto", "nccl", "process_group")
-
-# Words of the interface that belong to features which this version does not have, with the reason given in the error.
-_PLANNED_EXCHANGES = ("hierarchical",)
 
 _MIN_BLOCK, _MAX_BLOCK = 32, 4096
 _MAX_CTAS = 64  # NCCL clamps above the number of its channels
@@ -37,9 +34,11 @@ class SyncConfig:
             half the bytes, and the range of fp32, so that nothing overflows.
         exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type; not with block codecs, nor with
             error feedback), ``"scatter_gather"`` (all_to_all, fp32 sum, all_gather: one rounding whatever the number of ranks,
-            and results that do not depend on bucket sizes), or ``"auto"``. Default ``"auto"``: ``scatter_gather`` where a block
-            codec or error feedback needs it, else ``all_reduce``, which libraries have tuned most (several codecs: one message
-            each).
+            and results that do not depend on bucket sizes), ``"hierarchical"`` (hosts with several ranks: sums in fp32 inside a
+            host, scatter_gather of the codec between hosts, so that a byte leaves a host once; not with fp16), or ``"auto"``.
+            Default ``"auto"``: where a block codec or error feedback needs more than ``all_reduce``, ``hierarchical`` for several
+            hosts with several ranks each, else ``scatter_gather``; otherwise ``all_reduce``, which libraries have tuned most
+            (several codecs: one message each).
         average: Divide by the number of ranks of the group. Default True, as DDP does; False gives the sum.
         block_size: Elements that share one scale under a block codec, a power of two from 32 to 4096. Default None: 256, for int4
             64: scales are 1.6 % of the bytes, 6 % with int4. Smaller follows the gradients more closely and costs more scales.
@@ -48,7 +47,8 @@ class SyncConfig:
         seed: Start of the random numbers of stochastic rounding, 0 to 2**63 - 1, the same on every rank. Default 0; others need
             stochastic rounding. The program's own random numbers are not touched.
         error_feedback: Add what encoding lost to the next step's gradient, on both encodings (each rank's gradients, and the
-            sum). Needs scatter_gather, and 4 (1 + 1/W) bytes of memory an element. Default False: 8 bits and more train without.
+            sum). Not with all_reduce; costs 4 (1 + 1/W) bytes of memory an element, under hierarchical with G ranks a host
+            4 (1/G + 1/W). Default False: 8 bits and more train without.
         exempt: Name patterns, or a callable (name, parameter) -> bool, of parameters kept out of a block codec; ``()``: none.
             Default None: parameters of fewer than two dimensions, and embeddings: few bytes, or few rows used in a step.
         exempt_codec: Codec of exempt parameters: ``"fp32"``, ``"fp16"`` or ``"bf16"``. Default ``"bf16"``.
@@ -98,14 +98,14 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         self._check_codec()
-        _check_word("exchange", self.exchange, EXCHANGES, _PLANNED_EXCHANGES)
+        _check_word("exchange", self.exchange, EXCHANGES)
         _check_bool("average", self.average)
-        _check_word("rounding", self.rounding, ROUNDINGS, ())
+        _check_word("rounding", self.rounding, ROUNDINGS)
         _check_bool("error_feedback", self.error_feedback)
         self._check_exempt()
-        _check_word("exempt_codec", self.exempt_codec, PLAIN_CODECS, ())
-        _check_word("backend", self.backend, BACKENDS, ())
-        _check_word("transport", self.transport, TRANSPORTS, ())
+        _check_word("exempt_codec", self.exempt_codec, PLAIN_CODECS)
+        _check_word("backend", self.backend, BACKENDS)
+        _check_word("transport", self.transport, TRANSPORTS)
         _check_int("block_size", self.block_size, _MIN_BLOCK, _MAX_BLOCK, optional=True)
         _check_int("seed", self.seed, 0, 2**63 - 1)
         _check_int("start_step", self.start_step, 0, 2**62)
@@ -130,22 +130,31 @@ class SyncConfig:
         return tuple(codec for codec in self.codecs if codec in BLOCK_CODECS)
 
     @property
-    def exchange_used(self) -> str:
-        """`exchange`, or what ``"auto"`` stands for."""
+    def may_be_hierarchical(self) -> bool:
+        """Whether the exchange depends on which ranks share a host."""
+        if self.exchange != "auto":
+            return self.exchange == "hierarchical"
+        return bool(self.block_codecs or self.error_feedback) and "fp16" not in (*self.codecs, self.exempt_codec)
+
+    def exchange_used(self, num_hosts: int, ranks_per_host: int) -> str:
+        """`exchange`, or what ``"auto"`` stands for among so many hosts with so many ranks each."""
         if self.exchange != "auto":
             return self.exchange
-        return "scatter_gather" if self.block_codecs or self.error_feedback else "all_reduce"
+        if not (self.block_codecs or self.error_feedback):
+            return "all_reduce"
+        is_worth_it = num_hosts > 1 and ranks_per_host > 1
+        return "hierarchical" if is_worth_it and self.may_be_hierarchical else "scatter_gather"
 
     def _check_codec(self) -> None:
         if not isinstance(self.codec, Mapping):
-            _check_word("codec", self.codec, CODECS, ())
+            _check_word("codec", self.codec, CODECS)
             return
         if not self.codec:
             raise ValueError('codec: the mapping is empty; expected at least one pattern, for example {"*": "bf16"}')
         for pattern, codec in self.codec.items():
             if not isinstance(pattern, str) or not pattern:
                 raise TypeError(f"codec: expected name patterns (str) as keys, got {pattern!r}")
-            _check_word(f"codec[{pattern!r}]", codec, CODECS, ())
+            _check_word(f"codec[{pattern!r}]", codec, CODECS)
         object.__setattr__(self, "codec", dict(self.codec))  # a copy: the caller's mapping may change later
 
     def _check_exempt(self) -> None:
@@ -174,6 +183,11 @@ class SyncConfig:
             raise ValueError(
                 "error_feedback=True: under exchange='all_reduce' the library rounds the sums, where nothing sees what they "
                 "lose; use 'scatter_gather' or 'auto'"
+            )
+        if self.exchange == "hierarchical" and "fp16" in (*self.codecs, self.exempt_codec):
+            raise ValueError(
+                "exchange='hierarchical': fp16 encodes a host's sum there, and nothing counts the values that vanish; "
+                "use bf16, or 'scatter_gather'"
             )
         if not rounds:
             for name in ("error_feedback", "measure_every"):
@@ -221,12 +235,10 @@ def make_config(config: SyncConfig | None, options: Mapping[str, Any]) -> SyncCo
     return config
 
 
-def _check_word(name: str, value: Any, accepted: tuple[str, ...], planned: tuple[str, ...]) -> None:
+def _check_word(name: str, value: Any, accepted: tuple[str, ...]) -> None:
     choices = ", ".join(map(repr, accepted))
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {choices}, got {value!r} ({type(value).__name__})")
-    if value in planned:
-        raise ValueError(f"{name}={value!r} is not available in this version; accepted today: {choices}")
     if value not in accepted:
         raise ValueError(f"{name}={value!r} is unknown; expected one of {choices}")
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from . import _native, backends
 from .config import SyncConfig
 from .groups import Meeting, as_sync_error, is_gloo
+from .hosts import Place
 from .lanes import Lanes
 from .model import Model
 from .python_engine import PythonEngine
@@ -147,12 +148,32 @@ def why_not_nccl(model: Model, group: Any) -> str:
     return f"{model.communicates} communicates in the backward pass" if model.communicates else ""
 
 
+def uses_nccl(config: SyncConfig, model: Model, group: Any) -> bool:
+    """Whether the native engine moves bytes over a NCCL communicator of its own."""
+    if model.device.type != "cuda" or config.transport == "process_group":
+        return False
+    return config.transport == "nccl" or not why_not_nccl(model, group)
+
+
+def why_not_hierarchical(kind: tuple[str, str], config: SyncConfig, model: Model, group: Any) -> str:
+    """Why the ranks of a host, and those between hosts, cannot have communicators of their own; "" if they can."""
+    device = model.device
+    if device.type == "cpu":
+        name = group._get_backend(device).name()
+        return "" if is_gloo(group, device) else f"the process group's backend on cpu is {name}, expected gloo"
+    if kind[0] == "native" and uses_nccl(config, model, group):
+        return ""
+    return "on CUDA it needs transport 'nccl' and gsync's CUDA kernels"
+
+
 def make_engine(
     kind: tuple[str, str],
     config: SyncConfig,
     model: Model,
     group: Any,
     meeting: Meeting | None,
+    exchange: str,
+    place: Place,
     generation: int,
     timeout_s: float,
     on_failure: Callable[[], None],
@@ -160,6 +181,8 @@ def make_engine(
     """Makes the engine. Collective over the group where it makes groups of its own.
 
     Args:
+        exchange: what `config.exchange` comes to.
+        place: where this rank stands among hosts, under hierarchical.
         on_failure: makes DDP ready for the next forward pass, where the engine kept it from ending a backward pass.
 
     Raises:
@@ -167,21 +190,25 @@ def make_engine(
     """
     engine, backend = kind
     device, rank, world_size = model.device, group.rank(), group.size()
-    exchange = config.exchange_used
     encoding: dict[str, Any] = {name: getattr(config, name) for name in ("rounding", "start_step", "measure_every")}
     scale = 1.0 / world_size if config.average else 1.0
     slice_bytes = max(1, int(config.slice_mb * 2**20))
     own_groups = device.type == "cpu" and is_gloo(group, device)
-    lanes: list[Any] = []
-    if meeting is not None:
-        lanes = meeting.private_gloo(generation) if own_groups else [group, group]
+    # Lanes over all ranks; under hierarchical also over those of the host, and over those of the same local rank.
+    levels: dict[str, list[Any]] = {}
+    if meeting is not None and own_groups and exchange == "hierarchical":
+        levels["all"] = 2 * meeting.private_gloo(generation, 1)
+        levels["inner"] = meeting.private_gloo(generation, of=f"host{place.host}/", ranks=place.inner)
+        levels["outer"] = meeting.private_gloo(generation, of=f"local{place.local_rank}/", ranks=place.outer)
+    elif meeting is not None:
+        levels["all"] = meeting.private_gloo(generation) if own_groups else [group, group]
     if engine == "python":
-        transport = Lanes(lanes[0], lanes[1], own_groups) if lanes else None
         return PythonEngine(
-            transport,
+            {name: Lanes(first, second, own_groups) for name, (first, second) in levels.items()},
             device,
-            world_size,
+            place,
             rank,
+            world_size,
             exchange,
             scale,
             slice_bytes,
@@ -194,20 +221,28 @@ def make_engine(
         )
     native = _native.C
     assert native is not None
-    transport = None
-    if (
-        meeting is not None
-        and device.type == "cuda"
-        and config.transport != "process_group"
-        and not (config.transport == "auto" and why_not_nccl(model, group))
-    ):
+    transport: Any = None
+    position = (place.local_rank, place.ranks_per_host, place.host, place.num_hosts)
+    if meeting is not None and uses_nccl(config, model, group):
         try:
             transport = native.NcclTransport(
                 meeting.store(generation), rank, world_size, str(device), timeout_s, config.nccl_min_ctas, config.nccl_max_ctas
             )
+            if exchange == "hierarchical":
+                inner = transport.split(place.host, place.local_rank, place.ranks_per_host)
+                outer = transport.split(place.local_rank, place.host, place.num_hosts)
+                transport = native.HierarchicalTransport(transport, inner, outer, *position)
         except RuntimeError as error:
             raise as_sync_error(f"gsync: {model.label} on rank {rank} of {world_size}: no NCCL communicator", error) from error
-    elif lanes:
-        transport = native.C10dTransport(*lanes, rank, world_size, timeout_s, str(device), own_groups)
+    elif levels:
+        made = {"all": native.C10dTransport(*levels.pop("all"), rank, world_size, timeout_s, str(device), own_groups)}
+        for name, ranks in (("inner", place.inner), ("outer", place.outer)):
+            if name in levels:
+                lanes = levels.pop(name)
+                made[name] = native.C10dTransport(
+                    *lanes, ranks.index(rank), len(ranks), timeout_s, str(device), own_groups, list(ranks)
+                )
+                del lanes
+        transport = made["all"] if len(made) == 1 else native.HierarchicalTransport(*made.values(), *position)
     arguments = (str(device), world_size, rank, exchange, scale, slice_bytes, timeout_s, config.stream_priority, model.label)
     return native.Engine(transport, *arguments, **encoding)

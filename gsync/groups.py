@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import GsyncError, SyncError, SyncTimeoutError
+from .hosts import Place, exchange_words, place_among
 from .session import open_session
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo, for backends that do not tell theirs
@@ -127,18 +128,35 @@ class Meeting:
             return value
         return json.loads(self._wait(store, key, "rank 0"))
 
-    def private_gloo(self, generation: int | str, num_lanes: int = 2) -> list[Any]:
-        """Returns new Gloo groups of this engine. Collective over the group.
+    def place(self, word: str, generation: int) -> Place | str:
+        """Where this rank stands among the hosts, or why they cannot be used as such. Every rank has to call it.
+
+        Args:
+            word: what this rank calls its host.
+        """
+        store = self.store(generation)
+        words = exchange_words(store, self.rank, self.size, word, lambda key, rank: self._wait(store, key, f"rank {rank}"))
+        return place_among(words, self.rank)
+
+    def private_gloo(
+        self, generation: int | str, num_lanes: int = 2, of: str = "", ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Returns new Gloo groups of this engine. Collective over their ranks.
+
+        Args:
+            of: tells these groups from others of the same generation.
+            ranks: theirs; None: all.
 
         Raises:
             SyncTimeoutError, SyncError: a rank did not come in time, or has died.
         """
+        rank, size = (self.rank, self.size) if ranks is None else (ranks.index(self.rank), len(ranks))
         lanes = []
         for lane in range(num_lanes):
-            store = dist.PrefixStore(f"lane{lane}", self.store(generation))
+            store = dist.PrefixStore(f"{of}lane{lane}", self.store(generation))
             try:
                 limit = timedelta(seconds=self.timeout_s)
-                lanes.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=limit))
+                lanes.append(dist.ProcessGroupGloo(store, rank, size, timeout=limit))
             except RuntimeError as error:
                 raise as_sync_error(f"gsync: rank {self.rank} could not connect to the other ranks", error) from error
         return lanes

@@ -2,9 +2,11 @@
 
 A parameter of n blocks is owned by all ranks together: with r = (chunk - name_hash) mod num_chunks, chunk ``chunk`` holds its
 blocks floor(n*r/num_chunks) .. floor(n*(r+1)/num_chunks)-1. Chunk c of a bucket is the concatenation of those shares, padded to
-the largest chunk. Chunks may form shards of H = num_chunks/num_shards chunks each, of which every one holds consecutive blocks of a
-parameter: chunk g*H + h then has r = ((g - name_hash) mod num_shards)*H + ((h - floor(name_hash/num_shards)) mod H). A slice is a run of tiles of every chunk. One chunk of a slice is: flags, scales share by share, codes share by
-share, padding, every area padded with zeros to 16 bytes.
+the largest chunk. Chunks may form shards of H = num_chunks/num_shards each, of which every one holds consecutive blocks of a
+parameter: chunk g*H + h then has r = ((g - name_hash) mod num_shards)*H + ((h - floor(name_hash/num_shards)) mod H).
+
+A slice is a run of tiles of every chunk. One chunk of a slice is: flags, scales share by share, codes share by share, padding,
+every area padded with zeros to 16 bytes.
 """
 
 from __future__ import annotations

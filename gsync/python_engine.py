@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from torch.autograd import Variable
 from . import backends
 from .bucket_job import Job, Slice, Step
 from .bucket_plan import Parameters, PlanOptions
+from .encoding import NEAREST, EncodeOptions
 from .errors import GsyncError, GsyncWarning, SyncError, SyncTimeoutError
 from .gradient_list import fill_nan_gradients
 from .groups import as_sync_error, names_a_timeout
+from .hosts import Place
 from .lanes import Lanes
-from .reference import CODE_DTYPES
+from .python_exchange import make_exchange
 from .spans import Span, SpanBook
 
 _SLICES_UNDER_WAY = 2
@@ -42,10 +44,11 @@ class _Core:
 
     def __init__(
         self,
-        lanes: Lanes | None,
+        lanes: Mapping[str, Lanes],
         backend: str,
         device: torch.device,
         exchange: str,
+        place: Place,
         scale: float,
         rank: int,
         world_size: int,
@@ -55,9 +58,9 @@ class _Core:
     ) -> None:
         self.rounding, self.measure_every = rounding, measure_every
         self.lanes, self.device, self.scale, self.label = lanes, device, scale, label
-        self.scatter = exchange == "scatter_gather"
         self.rank, self.world_size = rank, world_size
         self.kernels = backends.get(backend, device)
+        self.exchange = make_exchange(exchange, lanes, place, rank, world_size, self.kernels, self._buffer) if lanes else None
         self.changed = threading.Condition()
         self.queue: deque[Slice] = deque()
         self.jobs: list[Job] = []  # not finished
@@ -83,37 +86,31 @@ class _Core:
         job, part = current.job, current.part
         current.started = time.perf_counter()
         if part is None:  # sparse, reduced as it is, in its turn; or without elements
-            if job.is_sparse and self.lanes is not None:
+            if job.is_sparse and self.exchange is not None:
                 if self.scale != 1.0:
                     job.buffer.div_(round(1 / self.scale))  # as stock DDP does it: the same bits
                 size = job.buffer._values().nbytes + job.buffer._indices().nbytes
                 job.wire_bytes += size * (self.world_size - 1)
-                current.collective = self.lanes.all_reduce(job.buffer)
+                current.collective = self.lanes["all"].all_reduce(job.buffer)
             return
-        if self.lanes is None:
+        if self.exchange is None:
             return
         layout = part.layouts[current.slice_idx]
-        num_bytes, chunk_bytes = layout.sizes.payload_bytes, layout.sizes.chunk_bytes
+        packed = self.exchange.packed(layout)
         self.slot = (self.slot + 1) % _SLICES_UNDER_WAY
-        current.payload = self._buffer("payload", num_bytes)
+        current.payload = self._buffer("payload", self.exchange.payload_bytes(layout))
         counters = job.step.counters if part.codec == "fp16" else None
-        encoding = current.encoding("pack", self.rounding, self.rank, self._measures(job.step))
+        # What travels uncompressed at first is encoded on its way.
+        encoding = self._encoding(current)("pack") if packed is layout else NEAREST
         with _range("gsync::pack"):
-            self.kernels.pack(layout, current.sent, current.payload, self.scale, counters, encoding)
+            payload = current.payload[: packed.sizes.payload_bytes]
+            self.kernels.pack(packed, current.sent, payload, self.scale, counters, encoding)
         self._add("pack", current)
-        if self.scatter:
-            current.received = self._buffer("received", num_bytes)
-            current.collective = self.lanes.all_to_all(current.received, current.payload)
-        else:
-            current.collective = self.lanes.all_reduce(current.payload.view(CODE_DTYPES[part.segments[0].codec]))
-        job.wire_bytes += (
-            2 * chunk_bytes * (self.world_size - 1)
-            if self.scatter
-            else (2 * num_bytes * (self.world_size - 1) // self.world_size)
-        )
+        current.collective = self.exchange.start(current, layout)
+        job.wire_bytes += self.exchange.wire_bytes(layout)
 
     def finish(self, current: Slice) -> None:
-        """3. wait  4. under scatter_gather: reduce, all_gather  5. unpack."""
+        """3. wait, and whatever the exchange does next  4. unpack."""
         job, part, step = current.job, current.part, current.job.step
         if current.collective is not None:
             current.collective.wait()
@@ -121,21 +118,15 @@ class _Core:
             self._add("exchange", current)
             if job.is_sparse:
                 self._measure([job.buffer.coalesce()._values()], job.norm_idx, step)
-        elif self.lanes is None:
+        elif self.exchange is None:
             self._measure(current.gradients, part.norm_idx, step)
         else:
             layout = part.layouts[current.slice_idx]
-            assert current.payload is not None and part.partials is not None
-            if self.scatter:
-                assert current.received is not None
-                chunks = list(current.received.view(self.world_size, -1).unbind())
-                reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
-                encoding = current.encoding("reduce", self.rounding, self.rank, self._measures(step))
-                with _range("gsync::reduce"):
-                    self.kernels.reduce(layout, self.rank, chunks, reduced, 1.0, encoding)
-                self.lanes.all_gather(current.payload, reduced).wait()
+            with _range("gsync::reduce"):
+                self.exchange.finish(current, layout, self._encoding(current))
             self._add("exchange", current)
             current.make_missing()
+            assert current.payload is not None and part.partials is not None
             is_end = current.slice_idx == len(part.layouts) - 1
             sums = torch.zeros(len(part.spans), dtype=torch.float64, device=self.device) if is_end else None
             with _range("gsync::unpack"):
@@ -170,8 +161,8 @@ class _Core:
                     self.error.__cause__ = error
             jobs, self.jobs = self.jobs, []
             self.queue.clear()
-        if self.lanes is not None:
-            self.lanes.abort()
+        for lanes in self.lanes.values():
+            lanes.abort()
         for job in jobs:
             job.poison()
             job.future.set_exception(self.error)  # type: ignore[arg-type]
@@ -207,8 +198,10 @@ class _Core:
                     under_way.clear()
                     self.fail(error, self.place(job.index, job.step.number))
 
-    def _measures(self, step: Step) -> bool:
-        return self.measure_every > 0 and step.number % self.measure_every == 0
+    def _encoding(self, current: Slice) -> Callable[[str], EncodeOptions]:
+        """How a slice is encoded in stage "pack" or "reduce"."""
+        measures = self.measure_every > 0 and current.job.step.number % self.measure_every == 0
+        return lambda stage: current.encoding(stage, self.rounding, self.rank, measures)
 
     def _buffer(self, kind: str, num_bytes: int) -> torch.Tensor:
         """Persistent memory of the slice under way; it grows to the largest slice."""
@@ -245,10 +238,12 @@ class PythonEngine:
     """See `gsync.engine.Engine`.
 
     Args:
-        lanes: the collectives; None for one rank: gradients are only scaled and measured, never encoded.
+        lanes: the collectives over "all" ranks, under hierarchical also over the "inner" and the "outer" ones; empty for one
+            rank: gradients are only scaled and measured, never encoded.
         device: of the gradients.
-        world_size, rank: of the group.
-        exchange: "all_reduce" or "scatter_gather".
+        place: where this rank stands among hosts.
+        rank, world_size: of the group.
+        exchange: "all_reduce", "scatter_gather" or "hierarchical".
         scale: multiplies every gradient before it is encoded.
         slice_bytes: of gradients, at least 1.
         label: names the engine in messages.
@@ -263,10 +258,11 @@ class PythonEngine:
 
     def __init__(
         self,
-        lanes: Lanes | None,
+        lanes: Mapping[str, Lanes],
         device: torch.device,
-        world_size: int,
+        place: Place,
         rank: int,
+        world_size: int,
         exchange: str,
         scale: float,
         slice_bytes: int,
@@ -280,10 +276,8 @@ class PythonEngine:
         measure_every: int = 0,
     ) -> None:
         self._on_failure = on_failure
-        self._core = _Core(lanes, backend, device, exchange, scale, rank, world_size, label, rounding, measure_every)
-        one_codec = exchange == "all_reduce"
-        options = PlanOptions(1 if one_codec else world_size, one_codec, slice_bytes, rank, start_step, measure_every > 0)
-        self._parameters = Parameters(device, options)
+        self._core = _Core(lanes, backend, device, exchange, place, scale, rank, world_size, label, rounding, measure_every)
+        self._parameters = Parameters(device, self._core.exchange, PlanOptions(slice_bytes, start_step, measure_every > 0))
         self._seed = 0
         self._loss_scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step: Step | None = None

@@ -220,7 +220,7 @@ class GradReducer(Surface):
                 with self._failing():
                     self._meeting.agree(self._trained_now(), f"{self._generation}/trained/{self._meetings}")
             model, group = self._read()
-            self._feedback.attach(model, group)  # residuals for what is trained from now on
+            self._feedback.attach(model, group, self._find_path(model, group)[1])  # residuals for what is trained from now on
             self._feedback.hand_to(self._engine, model)
         self._set_buckets(self._initial_order, ())
 

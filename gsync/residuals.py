@@ -1,19 +1,22 @@
 """What encoding lost, kept from step to step: the memory of error feedback.
 
-A parameter has two residuals on each rank. `sender`, of the parameter's size, is what its own payloads lost; `reducer` is what
-the encoded sum lost, of the elements that this rank reduces. Which those are depends on the parameter's name, size, codec and
-block size alone (docs/wire_format.md), so residuals stay where they are however DDP cuts its buckets.
+A parameter has two residuals on each rank. `sender` is what its own payloads lost: of the whole parameter, or under hierarchical,
+where the ranks of a host sum before one of them encodes, of the elements of its shard. `reducer` is what the encoded sum lost, of
+the elements that this rank reduces. Which those are depends on the parameter's name, size, codec and block size and on the hosts
+alone (docs/wire_format.md), so residuals stay where they are however DDP cuts its buckets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from . import backends
-from .layout import BLOCK_SIZES, CODEC_KINDS, Segment, hash64, share_of
+from .hosts import Place
+from .layout import BLOCK_SIZES, CODEC_KINDS, Segment, hash64, shard_of, share_of
 from .model import Model
 from .operators import is_dense
 
@@ -23,17 +26,27 @@ class Residual:
     """The residuals of one parameter: fp32, flat, elements in the order in which they are encoded.
 
     Attributes:
-        sender [numel]: of this rank's payloads; a complex element counts as two.
+        sender: of the elements sender_first, ... that this rank encodes first; a complex element counts as two.
         reducer: of the elements first, first + 1, ... that this rank reduces.
-        first: the first of them.
         shape, stride: of the parameter; of a complex one as pairs of real numbers.
     """
 
     sender: torch.Tensor
+    sender_first: int
     reducer: torch.Tensor
     first: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether `sender` is of a part of the parameter only."""
+        return self.sender.numel() != self.numel
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of `flat` [numel] in the parameter's shape."""
@@ -41,15 +54,15 @@ class Residual:
 
 
 class Residuals:
-    """Those of a model on one rank. Memory: 4 (1 + 1/world_size) bytes for each element whose codec is not fp32.
+    """Those of a model on one rank. Memory: see `SyncConfig.error_feedback`, for each element whose codec is not fp32.
 
     Attributes:
         table: by parameter name.
         unit [1] fp32: the loss scale in whose units residuals are; 1 where none is followed.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place, self.device = place, device
         self.table: dict[str, Residual] = {}
         self.unit = torch.ones(1, device=device)
 
@@ -80,9 +93,11 @@ class Residuals:
         stride = real.stride() if is_dense(real) else torch.empty(shape, device="meta").stride()
         kind = CODEC_KINDS[codec]
         segment = Segment(real.numel(), 0, kind, hash64(name), block_size if kind in BLOCK_SIZES else 0)
-        first, held = share_of(segment, self.rank, self.world_size)
-        sender, reducer = (self._zeros(numel) for numel in (real.numel(), held))
-        return Residual(sender, reducer, first, shape, tuple(stride))
+        place = self.place
+        first, held = share_of(segment, place.chunk, place.world_size, place.ranks_per_host)
+        # With one rank a host, or without hosts, the only shard is everything.
+        sender_first, sent = shard_of(segment, place.local_rank, place.ranks_per_host)
+        return Residual(self._zeros(sent), sender_first, self._zeros(held), first, shape, tuple(stride))
 
     def _zeros(self, numel: int) -> torch.Tensor:
         """fp32 [numel] where payloads lie: pack reads and writes residuals as often as gradients."""

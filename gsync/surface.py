@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import env
 from .arrivals import Arrivals
 from .checkpoint import Feedback
 from .config import SyncConfig
 from .debug import StepChecks
-from .engine import Engine, check_device, choose, make_engine
-from .errors import GsyncError, SyncError
+from .engine import Engine, check_device, choose, make_engine, why_not_hierarchical
+from .errors import GsyncError, GsyncWarning, SyncError
 from .groups import Meeting, timeout_of
+from .hosts import Place, flat_place, word_of_host
 from .model import Model
 from .stats import SyncStats, add_totals
 from .timeline import Recording, make_recording
@@ -41,6 +44,7 @@ class Surface(ABC):
         self._failure: SyncError | None = None  # of the ranks' meeting, when there was no engine yet
         self._group: Any = None
         self._meeting: Meeting | None = None
+        self._path: tuple[str, Place] | None = None  # the exchange, and where this rank stands in it
         self._model: Model | None = None
         self._generation = 0
         self._closed = False
@@ -148,14 +152,15 @@ class Surface(ABC):
             ValueError: consolidate without error_feedback.
         """
         if consolidate and self.config.error_feedback:
-            self._feedback.attach(*self._read())
+            model, group = self._read()
+            self._feedback.attach(model, group, self._find_path(model, group)[1])
         return self._feedback.to_state(self._group, self._seed, self._step_now(), consolidate)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`: bit for bit from one of the same rank and world.
 
         Of one of another rank or world step and seed are taken, and residuals if it was consolidated. What is dropped, since
-        rank, world or model are others, a `GsyncWarning` says: now, or at the first bucket where the model is not known before.
+        rank, world or model are others, a `GsyncWarning` says: at the first bucket, or now where there has been one.
 
         Raises:
             ValueError: it is not a `state_dict` of gsync.
@@ -165,8 +170,8 @@ class Surface(ABC):
         if self._engine is not None:
             self._engine.set_step(self._step)
             self._engine.set_seed(self._seed)
-        if self._model is not None and self._group is not None:
-            self._feedback.attach(self._model, self._group)
+        if self._model is not None and self._group is not None and self._path is not None:
+            self._feedback.attach(self._model, self._group, self._path[1])
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies all residuals by `factor`, for a change of the loss's scale; a scaler that was given is followed without.
@@ -217,8 +222,10 @@ class Surface(ABC):
             seed = {"seed": self._seed} if self.config.rounding == "stochastic" else {}
             self._meeting.agree(_description(self.config, model, kind) | seed | dict(description), self._generation)
             self._step = self._meeting.of_first_rank("step", self._step, self._generation)
-        self._feedback.attach(model, group)
-        engine = make_engine(kind, self.config, model, group, self._meeting, self._generation, timeout_s, on_failure)
+        exchange, place = self._find_path(model, group)
+        self._feedback.attach(model, group, place)
+        made = (self._meeting, exchange, place, self._generation, timeout_s, on_failure)
+        engine = make_engine(kind, self.config, model, group, *made)
         self._feedback.hand_to(engine, model)
         engine.set_step(self._step)
         engine.set_seed(self._seed)
@@ -228,6 +235,35 @@ class Surface(ABC):
             self._checks = StepChecks(engine, model, self._meeting, self._generation)
         self._engine = engine
         return engine
+
+    def _find_path(self, model: Model, group: Any) -> tuple[str, Place]:
+        """The exchange, and where this rank stands in it. The first call is collective where it depends on the hosts."""
+        if self._path is not None:
+            return self._path
+        flat = flat_place(group.rank(), group.size())
+        exchange, place = self.config.exchange_used(flat.num_hosts, flat.ranks_per_host), flat
+        meeting = self._meet() if self.config.may_be_hierarchical else None
+        if meeting is not None:
+            found = self._find_hosts(meeting, model, group)
+            if isinstance(found, str):
+                if self.config.exchange == "hierarchical":
+                    raise ValueError(f"exchange='hierarchical': {found}")
+                if found:
+                    warnings.warn(f"exchange='auto': {found}; scatter_gather is used", GsyncWarning, stacklevel=2)
+            else:
+                exchange = self.config.exchange_used(found.num_hosts, found.ranks_per_host)
+                place = found if exchange == "hierarchical" else flat
+                if place.ranks_per_host == 1 and exchange == "hierarchical":  # nothing to sum inside a host: the same
+                    exchange, place = "scatter_gather", flat
+        self._path = (exchange, place)
+        return self._path
+
+    def _find_hosts(self, meeting: Meeting, model: Model, group: Any) -> Place | str:
+        """This rank's place, or why there is none: "" if nobody asked."""
+        reason = why_not_hierarchical(choose(self.config, model.device), self.config, model, group)
+        if reason:
+            return reason if self.config.exchange == "hierarchical" else ""
+        return meeting.place(word_of_host(dist.get_global_rank(group, group.rank())), self._generation)
 
     def _end_engine(self) -> None:
         self._end_checks()

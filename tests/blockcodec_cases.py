@@ -28,11 +28,15 @@ class Simulation:
     Args:
         codecs: by parameter name.
         feedback: whether residuals are kept.
+        scale: of gradients; None: 1 / world_size.
         options: block_size, rounding and seed of the operations.
     """
 
-    def __init__(self, world_size: int, codecs: dict[str, str], feedback: bool = False, **options: Any) -> None:
+    def __init__(
+        self, world_size: int, codecs: dict[str, str], feedback: bool = False, scale: float | None = None, **options: Any
+    ) -> None:
         self.world_size, self.codecs, self.feedback = world_size, codecs, feedback
+        self.scale = 1 / world_size if scale is None else scale
         self.block_size = options.pop("block_size", None)
         self.options = {**NEAREST, **options}
         self.sent: dict[str, list[Tensor]] = {}
@@ -53,7 +57,7 @@ class Simulation:
         payloads = []
         for rank, gradient in enumerate(everyone):
             residuals = [self.sent[name][rank]] if has_residuals else None
-            payload = ops.pack([gradient], scale=1 / world_size, rank=rank, residuals=residuals, **shared, **rounding)
+            payload = ops.pack([gradient], scale=self.scale, rank=rank, residuals=residuals, **shared, **rounding)
             payloads.append(payload.view(world_size, -1))
         reduced = []
         for chunk in range(world_size):

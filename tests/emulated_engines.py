@@ -35,15 +35,29 @@ class Rank:
         assert native is not None
         settings = {"scale": 1.0 / world_size, "slice_bytes": 25 << 20, "timeout_s": 20.0, **options}
         self.transport = None
+        ranks_per_host = settings.pop("ranks_per_host", 1)
+        host, local_rank = divmod(self.rank, ranks_per_host)
+        num_hosts = world_size // ranks_per_host
         if world_size > 1 and self.device.type == "cpu":
-            limit = timedelta(seconds=20)
-            lanes = [dist.ProcessGroupGloo(dist.PrefixStore(tag, store), self.rank, world_size, limit) for tag in ("0", "1")]
-            self.transport = native.C10dTransport(*lanes, self.rank, world_size, settings["timeout_s"])
-            del lanes
+            limit, timeout_s = timedelta(seconds=20), settings["timeout_s"]
+
+            def connect(name: str, rank: int, size: int) -> Any:
+                lanes = [dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/{lane}", store), rank, size, limit) for lane in "01"]
+                return native.C10dTransport(*lanes, rank, size, timeout_s)
+
+            self.transport = connect("all", self.rank, world_size)
+            if ranks_per_host > 1:
+                levels = (connect(f"h{host}", local_rank, ranks_per_host), connect(f"l{local_rank}", host, num_hosts))
         elif world_size > 1:
             self.transport = native.NcclTransport(
                 store, self.rank, world_size, str(self.device), settings["timeout_s"], library=str(emulated.FILE)
             )
+            if ranks_per_host > 1:
+                split = self.transport.split
+                levels = (split(host, local_rank, ranks_per_host), split(local_rank, host, num_hosts))
+        if ranks_per_host > 1:
+            place = (local_rank, ranks_per_host, host, num_hosts)
+            self.transport = native.HierarchicalTransport(self.transport, *levels, *place)
         self.engine = native.Engine(
             self.transport,
             device=str(self.device),

@@ -48,7 +48,8 @@ BAD = [
     ({"codec": {"*": "fp31"}}, ValueError, "codec['*']='fp31' is unknown"),
     ({"codec": {3: "fp32"}}, TypeError, "name patterns"),
     ({"exchange": "ring"}, ValueError, "exchange='ring' is unknown"),
-    ({"exchange": "hierarchical"}, ValueError, "not available in this version"),
+    ({"exchange": "hierarchical", "codec": "fp16"}, ValueError, "fp16 encodes a host's sum there"),
+    ({"exchange": "hierarchical", "codec": "int8", "exempt_codec": "fp16"}, ValueError, "use bf16, or 'scatter_gather'"),
     ({"average": 1}, TypeError, "average: expected True or False, got 1"),
     ({"exchange": "all_reduce", "codec": "int8"}, ValueError, "libraries cannot sum int8 with their scales"),
     ({"exchange": "all_reduce", "codec": {"a": "bf16", "*": "int4"}}, ValueError, "libraries cannot sum int4"),
@@ -124,11 +125,14 @@ def test_each_codec_of_the_operations_is_accepted():
 
 
 def test_auto_exchanges_as_the_codec_needs():
-    assert SyncConfig("bf16").exchange_used == "all_reduce"
-    assert SyncConfig("fp16", rounding="stochastic", seed=1).exchange_used == "all_reduce"
-    assert SyncConfig("bf16", error_feedback=True).exchange_used == "scatter_gather"
-    assert SyncConfig({"a": "int8", "*": "bf16"}).exchange_used == "scatter_gather"
-    assert SyncConfig("bf16", exchange="scatter_gather").exchange_used == "scatter_gather"
+    for hosts, ranks, several in ((1, 4, "scatter_gather"), (4, 1, "scatter_gather"), (2, 2, "hierarchical")):
+        assert SyncConfig("bf16").exchange_used(hosts, ranks) == "all_reduce"
+        assert SyncConfig("fp16", rounding="stochastic", seed=1).exchange_used(hosts, ranks) == "all_reduce"
+        assert SyncConfig("bf16", error_feedback=True).exchange_used(hosts, ranks) == several
+        assert SyncConfig({"a": "int8", "*": "bf16"}).exchange_used(hosts, ranks) == several
+        assert SyncConfig({"a": "int8", "*": "fp16"}).exchange_used(hosts, ranks) == "scatter_gather"
+        assert SyncConfig("bf16", exchange="scatter_gather").exchange_used(hosts, ranks) == "scatter_gather"
+        assert SyncConfig("bf16", exchange="hierarchical").exchange_used(hosts, ranks) == "hierarchical"
 
 
 def test_patterns_of_exempt_are_copied():

@@ -17,16 +17,20 @@ ONE_BUCKET = ((0, len(NUMELS)),)
 THREE_BUCKETS = ((0, 4), (4, 7), (7, len(NUMELS)))
 
 
-def same_as_on_cpu(rank: int, _: int, world_size: int, exchange: str, dtype: torch.dtype, slice_bytes: int) -> list[str]:
+def same_as_on_cpu(
+    rank: int, _: int, world_size: int, exchange: str, dtype: torch.dtype, slice_bytes: int, ranks_per_host: int = 1
+) -> list[str]:
     """Returns in what the engines differ, over all codecs and several timings."""
     emulation = emulated.load()
     differences = []
     steps = [[rows(NUMELS, rank, step, dtype) for rank in range(world_size)] for step in range(3)]
-    for codec in ("fp32", "fp16", "bf16", *(("int8",) if exchange == "scatter_gather" else ())):
+    plain = ("fp32", "bf16") if exchange == "hierarchical" else ("fp32", "fp16", "bf16")
+    for codec in (*plain, *(("int8",) if exchange != "all_reduce" else ())):
         if exchange == "all_reduce" and world_size > 2:
             # Gloo adds in another order than NCCL: values whose sum needs no rounding.
             steps = [[[row.sign() * 2.0 for row in rank_rows] for rank_rows in step] for step in steps]
         options: dict[str, Any] = {"slice_bytes": slice_bytes, "scale": 0.25 if world_size > 2 else 1.0 / world_size}
+        options["ranks_per_host"] = ranks_per_host
         on_cpu = make_ranks(world_size, codec, exchange, dtype=dtype, device=torch.device("cpu"), **options)
         expected = train(on_cpu, steps, THREE_BUCKETS)
         expected_sums = [cpu.engine.sum_of_squares() for cpu in on_cpu]
@@ -63,6 +67,25 @@ def same_as_on_cpu(rank: int, _: int, world_size: int, exchange: str, dtype: tor
 def test_values_are_those_of_the_engine_on_the_cpu(world_size, exchange, dtype):
     slice_bytes = 25 << 20 if dtype == torch.float32 else 10_000
     assert run_emulated(same_as_on_cpu, args=(world_size, exchange, dtype, slice_bytes)) == [[]]
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 2)])
+def test_values_on_hosts_with_several_ranks_are_those_of_the_engine_on_the_cpu(world_size, ranks_per_host):
+    assert run_emulated(same_as_on_cpu, args=(world_size, "hierarchical", torch.float32, 10_000, ranks_per_host)) == [[]]
+
+
+def a_split_that_fails(_rank: int, _world_size: int) -> list[str]:
+    emulated.load().plant_nccl_fault(1, "split", 0)
+    try:
+        make_ranks(2, "int8", "hierarchical", ranks_per_host=2, timeout_s=3.0)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_communicator_that_cannot_be_split_is_an_error():
+    (messages,) = run_emulated(a_split_that_fails)
+    assert len(messages) == 1 and "ncclCommSplit" in messages[0]
 
 
 def cost_of_a_bucket(_rank: int, _world_size: int, exchange: str, num_slices: int) -> dict[str, list[dict[str, int]]]:

@@ -189,7 +189,7 @@ def test_a_state_made_before_the_group(backend):
 
 def test_nothing_narrower_than_bf16_unless_asked_for():
     """Case 81. The default halves the bytes and no more; docs/tuning.md has the break-even, `gsync bench` measures it."""
-    assert gsync.SyncConfig().codecs == ("bf16",) and gsync.SyncConfig().exchange_used == "all_reduce"
+    assert gsync.SyncConfig().codecs == ("bf16",) and gsync.SyncConfig().exchange_used(1, 1) == "all_reduce"
 
 
 class Lazy(nn.Module):

@@ -19,7 +19,7 @@ struct LayoutView {
   int64_t num_tiles;
   int64_t num_segments;
   int64_t chunk_bytes;
-  bool has_scales;     // whether a segment has a block codec
+  bool has_scales;  // whether a segment has a block codec
   int32_t flag_bytes;  // bytes per flag; the flags are the first bytes of a chunk
 };
 

@@ -113,7 +113,8 @@ void place(Layout& layout) {
   layout.chunk_bytes = 0;
   const auto begin = layout.shares.begin();
   for (auto first = begin; first != layout.shares.end();) {
-    const auto padding = std::find_if(first, layout.shares.end(), [](const Share& share) { return share.kind == Kind::kPadding; });
+    const auto padding =
+        std::find_if(first, layout.shares.end(), [](const Share& share) { return share.kind == Kind::kPadding; });
     int64_t offset = align(layout.num_segments * layout.flag_bytes);
     Share* last_with_scales = nullptr;
     for (auto share = first + 1; share != padding; ++share) {

@@ -43,17 +43,17 @@ struct Run {
 };
 
 struct Layout {
-  std::vector<Share> shares;               // in chunk order; within a chunk: flags, codes in segment order, padding
-  std::vector<Tile> tiles;                 // in share order
-  std::vector<int64_t> chunk_first_tile;   // [num_chunks + 1]
-  std::vector<SegmentPartials> partials;   // [num_segments], of the whole bucket, the same for every slice
+  std::vector<Share> shares;  // in chunk order; within a chunk: flags, codes in segment order, padding
+  std::vector<Tile> tiles;  // in share order
+  std::vector<int64_t> chunk_first_tile;  // [num_chunks + 1]
+  std::vector<SegmentPartials> partials;  // [num_segments], of the whole bucket, the same for every slice
   int64_t num_segments = 0;
   int64_t num_chunks = 0;
   int64_t num_shards = 1;
   int64_t chunk_bytes = 0;
-  int64_t num_partials = 0;                // of the whole bucket
-  bool has_scales = false;                 // whether a segment has a block codec
-  int32_t flag_bytes = 1;                  // bytes per flag
+  int64_t num_partials = 0;  // of the whole bucket
+  bool has_scales = false;  // whether a segment has a block codec
+  int32_t flag_bytes = 1;  // bytes per flag
   std::vector<Segment> segments;
 
   int64_t payload_bytes() const { return num_chunks * chunk_bytes; }

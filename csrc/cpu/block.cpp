@@ -249,7 +249,8 @@ GSYNC_INLINE void reduce_values(const ReduceArgs& args, const Share& sent, int64
                                 float* __restrict x) {
   with_kind(sent.kind, [&](auto kind) __attribute__((always_inline)) {
     for (int64_t i = 0; i < numel; ++i) x[i] = -0.0f;  // the one number that adding to changes nothing, zeros included
-    for (int64_t p = 0; p < args.num_payloads; ++p) decode_step<kind.value, true>(args.payloads[p] + offset, sent, first, numel, x);
+    for (int64_t p = 0; p < args.num_payloads; ++p)
+      decode_step<kind.value, true>(args.payloads[p] + offset, sent, first, numel, x);
   });
   const float scale = args.scale;
   for (int64_t i = 0; i < numel; ++i) x[i] *= scale;
@@ -322,8 +323,8 @@ GSYNC_INLINE void encode_tiles(const Source& source, int64_t first, int64_t last
     const Tile& tile = layout.tiles[t];
     const Share& share = layout.shares[tile.share];
     const int64_t begin = tile_begin(tile);
-    uint8_t* chunk = source.pack != nullptr ? source.pack->payload + share.chunk * layout.chunk_bytes
-                                            : out_chunk(*source.reduce, share);
+    uint8_t* chunk =
+        source.pack != nullptr ? source.pack->payload + share.chunk * layout.chunk_bytes : out_chunk(*source.reduce, share);
     double* sums = options.error_sums == nullptr ? nullptr : options.error_sums + t * kErrorSums;
     encode_tile(source, options, tile.share, share, begin, tile_numel(share, begin), chunk, sums);
   }

@@ -239,7 +239,8 @@ template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocks) shard_reduce_kernel(const __grid_constant__ ReduceParams<kCapacity> params) {
   const Tile tile = params.tiles[blockIdx.x];
   const int64_t chunk = params.shares[tile.share].chunk - params.first_chunk;
-  const Work work = work_of(params.shares, params.tiles, params.out - params.first_chunk * params.chunk_bytes, params.chunk_bytes);
+  const Work work =
+      work_of(params.shares, params.tiles, params.out - params.first_chunk * params.chunk_bytes, params.chunk_bytes);
   reduce_work<kCapacity, true>(params, work, {chunk * params.sent_chunk_bytes + params.sent_shares[tile.share].codes_offset, 0});
 }
 

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -65,16 +66,16 @@ class Call {
   Result check() const {
     if (!is_first_ || comm_->is_aborted.load()) return kInvalidUsage;
     if (comm_->polls_left > 0) return kInvalidUsage;
-    if (!strikes(comm_->rank, "error")) return kSuccess;
+    if (!strikes(comm_->known_as, "error")) return kSuccess;
     comm_->last_error = "a planted error";
     return kSystemError;
   }
   /// Enqueues the operation, or one that never ends.
   Result issue(Stream stream, std::function<void()> operation) const {
     emulation::count(&emulation::Counters::collectives);
-    const bool is_lost = strikes(comm_->rank, "async_error");
+    const bool is_lost = strikes(comm_->known_as, "async_error");
     if (is_lost) comm_->async_error.store(kRemoteError);
-    if (is_lost || strikes(comm_->rank, "hang")) {
+    if (is_lost || strikes(comm_->known_as, "hang")) {
       operation = [comm = comm_] {
         while (!gave_up(*comm)) std::this_thread::sleep_for(std::chrono::microseconds(100));
       };
@@ -98,6 +99,27 @@ Result add_to_group(Piece piece, Comm comm, Stream stream) {
   group_stream = stream;
   group.push_back(piece);
   return kSuccess;
+}
+
+// Makes a communicator on the board of that name; faults strike it as `known_as`.
+Result join(const std::string& name, int size, int rank, int known_as, Comm* handle) {
+  if (size > kMaxRanks) return kInvalidUsage;
+  const int file = shm_open(name.c_str(), O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Board)) != 0) return kSystemError;
+  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return kSystemError;
+  auto comm = std::make_shared<Communicator>();
+  comm->name = name;
+  comm->board = static_cast<Board*>(memory);
+  comm->rank = rank;
+  comm->known_as = known_as;
+  comm->size = size;
+  if (comm->board->attached.fetch_add(1) + 1 == size) shm_unlink(name.c_str());
+  std::lock_guard<std::mutex> lock(table_mutex);
+  *handle = reinterpret_cast<Comm>(++last_handle);
+  communicators[*handle] = std::move(comm);
+  return kInProgress;
 }
 
 }  // namespace
@@ -132,23 +154,32 @@ EXPORT Result ncclGetUniqueId(UniqueId* id) {
 }
 
 EXPORT Result ncclCommInitRankConfig(Comm* handle, int size, UniqueId id, int rank, Config* config) {
-  if (size > kMaxRanks || config->blocking != 0) return kInvalidUsage;
-  if (strikes(rank, "init")) return kSystemError;
-  const int file = shm_open(id.internal, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ftruncate(file, sizeof(Board)) != 0) return kSystemError;
-  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  close(file);
-  if (memory == MAP_FAILED) return kSystemError;
-  auto comm = std::make_shared<Communicator>();
-  comm->name = id.internal;
-  comm->board = static_cast<Board*>(memory);
-  comm->rank = rank;
-  comm->size = size;
-  if (comm->board->attached.fetch_add(1) + 1 == size) shm_unlink(id.internal);
-  std::lock_guard<std::mutex> lock(table_mutex);
-  *handle = reinterpret_cast<Comm>(++last_handle);
-  communicators[*handle] = std::move(comm);
-  return kInProgress;
+  if (config->blocking != 0) return kInvalidUsage;
+  return strikes(rank, "init") ? kSystemError : join(id.internal, size, rank, rank, handle);
+}
+
+EXPORT Result ncclCommSplit(Comm handle, int color, int key, Comm* part, Config* config) {
+  const Call call(handle);
+  const Result result = config->blocking == 0 && color >= 0 ? call.check() : kInvalidUsage;
+  if (result != kSuccess) return result;
+  if (strikes(call.comm()->known_as, "split")) return kSystemError;
+  // Everyone tells everyone, on this thread: no operation may be under way.
+  Communicator& comm = *call.comm();
+  std::vector<std::pair<int, int>> told(static_cast<size_t>(comm.size));
+  std::pair<int, int> mine{color, key};
+  std::vector<Piece> pieces;
+  for (int rank = 0; rank < comm.size; ++rank) {
+    pieces.push_back({true, reinterpret_cast<uint8_t*>(&mine), sizeof(mine), rank});
+    pieces.push_back({false, reinterpret_cast<uint8_t*>(&told[static_cast<size_t>(rank)]), sizeof(mine), rank});
+  }
+  exchange_pieces(comm, pieces, sizeof(mine));
+  if (gave_up(comm)) return kRemoteError;
+  const auto has_color = [color](const auto& other) { return other.first == color; };
+  const auto is_before = [mine](const auto& other) { return other.first == mine.first && other.second < mine.second; };
+  const auto size = static_cast<int>(std::count_if(told.begin(), told.end(), has_color));
+  const auto rank = static_cast<int>(std::count_if(told.begin(), told.end(), is_before));
+  const std::string name = comm.name + "-" + std::to_string(++comm.splits) + "-" + std::to_string(color);
+  return join(name, size, rank, comm.known_as, part);
 }
 
 EXPORT Result ncclCommGetAsyncError(Comm handle, Result* error) {

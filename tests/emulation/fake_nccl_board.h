@@ -36,7 +36,9 @@ struct Communicator {
   std::string name;  // of the board
   Board* board = nullptr;
   int rank = 0;
+  int known_as = 0;  // the rank in the communicator that this one was split from
   int size = 0;
+  int splits = 0;
   int polls_left = 0;  // answers "in progress" so often before a call has succeeded
   std::atomic<bool> is_busy{false};
   std::atomic<bool> is_aborted{false};
