@@ -93,7 +93,7 @@ def gsync_bound(codec: str, exchange: str, fields: Mapping[str, Any]) -> Bound:
         unit, smallest = _UNIT_ROUNDOFF[codec], _SMALLEST[codec]
     if fields.get("rounding") == "stochastic":
         unit, smallest = 2 * unit, 2 * smallest  # up or down, not to the nearer
-    twice = exchange == "scatter_gather"
+    twice = exchange != "all_reduce"
     return Bound(
         unit, smallest, (lambda world: 2) if twice else (lambda world: world), block_size, bool(fields.get("error_feedback"))
     )

@@ -162,7 +162,6 @@ EXPORT Result ncclCommSplit(Comm handle, int color, int key, Comm* part, Config*
   const Call call(handle);
   const Result result = config->blocking == 0 && color >= 0 ? call.check() : kInvalidUsage;
   if (result != kSuccess) return result;
-  if (strikes(call.comm()->known_as, "split")) return kSystemError;
   // Everyone tells everyone, on this thread: no operation may be under way.
   Communicator& comm = *call.comm();
   std::vector<std::pair<int, int>> told(static_cast<size_t>(comm.size));
@@ -174,6 +173,7 @@ EXPORT Result ncclCommSplit(Comm handle, int color, int key, Comm* part, Config*
   }
   exchange_pieces(comm, pieces, sizeof(mine));
   if (gave_up(comm)) return kRemoteError;
+  if (strikes(comm.known_as, "split")) return kSystemError;
   const auto has_color = [color](const auto& other) { return other.first == color; };
   const auto is_before = [mine](const auto& other) { return other.first == mine.first && other.second < mine.second; };
   const auto size = static_cast<int>(std::count_if(told.begin(), told.end(), has_color));
