@@ -1,4 +1,4 @@
-"""Hosts with several ranks: the same gradients on all of them, those of the plain operations, and what a host's ranks agree on."""
+"""Hosts with several ranks: the same gradients on all of them, those of the plain operations; residuals, failures, what auto takes."""
 
 from __future__ import annotations
 
