@@ -1,4 +1,4 @@
-"""Every environment variable that gsync reads, read once.
+"""Every environment variable that gsync reads.
 
 At build time:
 
@@ -15,6 +15,9 @@ GSYNC_NATIVE
     `auto` (default) loads the compiled extension if it is there; `off` leaves it alone, as if it had not been built.
 GSYNC_DEBUG
     `1` compares parameters, buckets and gradient norms between ranks in every step (docs/robustness.md); `0` (default) does not.
+GSYNC_LOCAL_WORLD_SIZE
+    Ranks that share a host, for exchange="hierarchical" and "auto": those of the world from a multiple of it on. Default: what
+    the launcher says, else the hosts' names (gsync/hosts.py). Read when the ranks of a model first meet, the others once.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+LOCAL_WORLD_SIZE = "GSYNC_LOCAL_WORLD_SIZE"
 BUILD_CHOICES = ("auto", "cpu", "cuda", "python")
 NATIVE_CHOICES = ("auto", "off")
 DEBUG_CHOICES = ("0", "1")

