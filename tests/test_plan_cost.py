@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import plan_cases
@@ -50,8 +51,9 @@ def test_slices_have_exactly_the_bytes_of_the_layout(numels: list[int], codec: s
 
 
 def _wire_bytes(
-    rank: int, world_size: int, codec: str, exchange: str, slice_mb: float
+    rank: int, world_size: int, codec: str, exchange: str, slice_mb: float, ranks_per_host: int
 ) -> tuple[float, list[tuple[str, int, int]]]:
+    os.environ["GSYNC_LOCAL_WORLD_SIZE"] = str(ranks_per_host)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100), nn.Linear(100, 7))
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.2)
@@ -65,13 +67,17 @@ def _wire_bytes(
 
 
 @pytest.mark.skipif(bool(why_no_engine("native")), reason=why_no_engine("native"))
-@pytest.mark.parametrize(("codec", "exchange"), [("fp32", "all_reduce"), ("bf16", "all_reduce"), ("int8", "scatter_gather")])
+@pytest.mark.parametrize(
+    ("codec", "exchange"), [("fp32", "all_reduce"), ("bf16", "all_reduce"), ("int8", "scatter_gather"), ("int8", "hierarchical")]
+)
 def test_wire_bytes_are_those_that_the_engine_counts(codec: str, exchange: str) -> None:
-    world_size, slice_mb = 3, 0.1
-    for sent, rows in run_on_ranks(_wire_bytes, world_size, args=(codec, exchange, slice_mb)):
+    slice_mb = 0.1
+    world_size, ranks_per_host = (4, 2) if exchange == "hierarchical" else (3, 1)
+    topology, arguments = Topology(world_size, ranks_per_host), (codec, exchange, slice_mb, ranks_per_host)
+    for sent, rows in run_on_ranks(_wire_bytes, world_size, args=arguments, pool="plan"):
         params = [Parameter(name, numel, is_exempt=dim < 2) for name, numel, dim in rows]
         made = Planner(params, Settings(Training(0.0, 0.1), slice_mb=slice_mb), plan_cases.calibration(), lambda level: NET)
-        row = made.predict(Choice(planner.GSYNC, codec, exchange, 0.2), Topology(world_size))
+        row = made.predict(Choice(planner.GSYNC, codec, exchange, 0.2), topology)
         assert sent == pytest.approx(row["wire_bytes"], abs=row["slices"])  # the engine rounds each slice's down to whole bytes
 
 
@@ -112,30 +118,27 @@ def test_residuals_are_of_what_is_packed_and_of_what_is_reduced(world_size: int)
     assert cost.residual_bytes("hierarchical", 32_000, Topology(8, 4)) == 4 * (8_000 + 4_000)
 
 
-def _held_by_hand(param: Parameter, chunk: int, ranks: int, hosts: int, block: int) -> int:
-    """Chunk g * H + h of a parameter in which every local rank g has consecutive blocks."""
-    g, h = divmod(chunk, hosts)
-    name = layout.hash64(param.name)
-    part = ((g - name) % ranks) * hosts + (h - name // ranks) % hosts
-    blocks = -(-param.numel // block)
-    begin, end = (blocks * (part + more) // (ranks * hosts) * block for more in (0, 1))
-    return max(0, min(end, param.numel) - begin)
-
-
 @settings(max_examples=40, deadline=None)
-@given(numels=NUMELS, ranks=st.integers(1, 4), hosts=st.integers(1, 4))
-def test_hierarchical_packs_the_shares_of_the_codec_as_fp32(numels: list[int], ranks: int, hosts: int) -> None:
-    params = [Parameter(f"p{idx}", numel) for idx, numel in enumerate(numels)]
-    if not sum(numels):
-        return
-    sizer = Sizer(params, ["int8"] * len(params))
-    (found,) = sizer.slices(range(len(params)), 1 << 30, Topology(ranks * hosts, ranks), "hierarchical")
-    chunks = [[_held_by_hand(param, chunk, ranks, hosts, 256) for param in params] for chunk in range(ranks * hosts)]
-    flags = -(-len(params) // 16) * 16
-    assert found.fp32_chunk_bytes == flags + max(sum(-(-4 * numel // 16) * 16 for numel in held) for held in chunks)
-    scales = [-(-sum(-(-numel // 256) * 4 for numel in held) // 16) * 16 for held in chunks]
-    codes = [sum(-(-numel // 16) * 16 for numel in held) for held in chunks]
-    assert found.chunk_bytes == flags + max(one + other for one, other in zip(scales, codes, strict=True))
+@given(
+    numels=NUMELS,
+    codec=st.sampled_from(CODECS),
+    ranks=st.integers(1, 4),
+    hosts=st.integers(1, 4),
+    slice_kib=st.sampled_from([64, 10**6]),
+)
+def test_hierarchical_packs_the_shares_of_the_codec_as_fp32(
+    numels: list[int], codec: str, ranks: int, hosts: int, slice_kib: int
+) -> None:
+    params = [Parameter(f"p{idx}", numel, is_exempt=idx % 3 == 1) for idx, numel in enumerate(numels)]
+    codecs = shapes.codecs_of(params, codec)
+    found = Sizer(params, codecs).slices(range(len(params)), slice_kib << 10, Topology(ranks * hosts, ranks), "hierarchical")
+    segments = [
+        layout.Segment(param.numel, 0, layout.CODEC_KINDS[one], layout.hash64(param.name))
+        for param, one in zip(params, codecs, strict=True)
+    ]
+    for idx, one in enumerate(found):
+        wanted = layout.build_layout(segments, ranks * hosts, idx, len(found), ranks)
+        assert (one.chunk_bytes, one.fp32_chunk_bytes) == (wanted.chunk_bytes, wanted.uncompressed.chunk_bytes)
 
 
 def test_a_ring_takes_its_rounds_and_its_bytes() -> None:
