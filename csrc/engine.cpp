@@ -114,6 +114,7 @@ void Engine::follow_loss_scale(at::Tensor scale, at::Tensor unit) {
 // ---- one bucket ----
 
 c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optional<c10::IValue> result) {
+  see_fork();
   std::lock_guard<std::mutex> lock(submit_mutex_);
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<BucketJob>();
@@ -419,17 +420,28 @@ at::Tensor Engine::found_nonfinite() {
 
 // ---- the end ----
 
+void Engine::see_fork() {
+  if (!forked() || failed_.exchange(true)) return;
+  error_ = make_sync_error({options_.label, -1, step_.load(), options_.rank, options_.world_size},
+                           "this process was forked from rank " + std::to_string(options_.rank) +
+                               ", whose threads and connections it does not have; only that process can synchronise this model");
+}
+
 void Engine::raise_pending() {
+  see_fork();
   if (!failed()) return;
   spoil({});
   std::lock_guard<std::mutex> lock(error_mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
-void Engine::abort(const std::string& reason) { fail(-1, step_.load(), reason); }
+void Engine::abort(const std::string& reason) {
+  see_fork();
+  fail(-1, step_.load(), reason);
+}
 
 void Engine::close() noexcept {
-  if (closed_.exchange(true)) return;
+  if (closed_.exchange(true) || forked()) return;
   if (stream_) {
     // Let the device end what it was given: it uses memory of ours. Once the engine has failed it writes NaN.
     const auto limit = std::min(kDrainLimit, options_.timeout);

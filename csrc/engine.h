@@ -22,6 +22,8 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -118,6 +120,8 @@ class Engine final : private ExecutorEvents {
   /// May be called again.
   void close() noexcept;
   bool closed() const { return closed_.load(); }
+  /// Whether this is a copy that a fork made: its threads and connections are another process's.
+  bool forked() const { return getpid() != pid_; }
   int64_t step() const { return step_.load(); }
   void set_step(int64_t step) { step_.store(step); }
   /// Of stochastic rounding, from the next bucket on.
@@ -133,6 +137,8 @@ class Engine final : private ExecutorEvents {
   bool stopped() const override { return failed() || closed(); }
 
   void set_up_device();
+  /// In a forked process: fails the engine, and touches neither threads nor connections.
+  void see_fork();
   /// The first failure counts.
   void fail(int64_t bucket, int64_t step, const std::string& cause) noexcept;
   void finish_step_on_host();
@@ -147,6 +153,7 @@ class Engine final : private ExecutorEvents {
   c10::Stream begin_reading();
   void end_reading(c10::Stream reader);
 
+  const pid_t pid_ = getpid();
   EngineOptions options_;
   Pipeline pipeline_;
   std::optional<Parameters> parameters_;

@@ -33,6 +33,7 @@ c10::intrusive_ptr<c10d::Backend> backend_of(const py::object& group, const std:
 
 // The engine's threads may be about to take Python's lock, for a callback of a future, when the last reference goes.
 void delete_engine(Engine* engine) {
+  if (engine->forked()) return;  // nobody is there to end its threads: left to the end of the process
   if (Py_IsInitialized() && PyGILState_Check()) {
     const py::gil_scoped_release no_gil;
     delete engine;

@@ -17,6 +17,7 @@ class Arrivals:
     """What each rank waited for at the end of a backward pass."""
 
     def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
         self._rank, self._store = meeting.rank, meeting.store("arrivals")
         self._keys = [f"exposed/{rank}" for rank in range(meeting.size)]
         self._asked = 0.0
@@ -27,6 +28,8 @@ class Arrivals:
 
         None: not all have, or the store is gone. Never waits for another rank.
         """
+        if self._meeting.is_forked:  # the connection to the store is another process's
+            return None
         now = time.monotonic()
         if self._known is not None and now - self._asked < _EVERY_S:
             return self._known

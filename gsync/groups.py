@@ -10,6 +10,7 @@ after a time-out. Groups are not kept for later engines: ranks need not close th
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import weakref
@@ -62,6 +63,7 @@ class Meeting:
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self.rank, self.size, self.timeout_s = group.rank(), group.size(), timeout_s
+        self._pid = os.getpid()
         engine = _engines_made.get(group, 0)
         _engines_made[group] = engine + 1
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -69,7 +71,13 @@ class Meeting:
         self._session: str | None = None
 
     def store(self, generation: int | str) -> Any:
-        """Keys of one generation of the engine, or of a part of it. The first call waits for the other ranks."""
+        """Keys of one generation of the engine, or of a part of it. The first call waits for the other ranks.
+
+        Raises:
+            GsyncError: this process was forked from the rank: the connection to the store is that one's.
+        """
+        if self.is_forked:
+            raise GsyncError(forked_from(self.rank))
         if self._session is None:
             try:
                 self._session = open_session(
@@ -83,6 +91,11 @@ class Meeting:
             except RuntimeError as error:
                 raise self._broken(error) from error
         return dist.PrefixStore(f"{self._session}/{generation}", self._store)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made this."""
+        return os.getpid() != self._pid
 
     def agree(self, description: Mapping[str, Any], generation: int | str = 0) -> None:
         """Returns when every rank has come with the same description.
@@ -181,6 +194,14 @@ class Meeting:
         if isinstance(error, SyncError):
             return error
         return SyncError(f"gsync: rank {self.rank}: the store of the process group failed: {error}")
+
+
+def forked_from(rank: int) -> str:
+    """Returns what to say in a process that was forked from a rank."""
+    return (
+        f"this process was forked from rank {rank}, whose threads and connections it does not have; "
+        "only that process can synchronise this model"
+    )
 
 
 def cause_of(error: BaseException) -> str:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from . import backends
+from . import backends, forks
 from .bucket_job import Job, Slice, Step
 from .bucket_plan import Parameters, PlanOptions
 from .encoding import NEAREST, EncodeOptions
 from .errors import GsyncError, GsyncWarning, SyncError, SyncTimeoutError
 from .gradient_list import fill_nan_gradients
-from .groups import as_sync_error, names_a_timeout
+from .groups import as_sync_error, forked_from, names_a_timeout
 from .hosts import Place
 from .lanes import Lanes
 from .python_exchange import make_exchange
@@ -74,6 +74,7 @@ class _Core:
         self.steps_done = 0
         self.book = SpanBook()
         self.reset_totals()
+        forks.tell(self)
 
     def reset_totals(self) -> None:
         self.book.reset()
@@ -168,6 +169,15 @@ class _Core:
             job.future.set_exception(self.error)  # type: ignore[arg-type]
         with self.changed:
             self.changed.notify_all()
+
+    def see_fork(self) -> None:
+        """In a forked process: fails, and touches neither the thread nor the connections."""
+        self.changed = threading.Condition()
+        self.queue, self.jobs, self.closed = deque(), [], True
+        if self.lanes is not None:
+            forks.left_behind.append(self.lanes)
+            self.lanes = None
+            self.error = SyncError(f"gsync ({self.label}): {forked_from(self.rank)}")
 
     def place(self, bucket: int, step: int) -> str:
         return (

@@ -108,8 +108,11 @@ def test_survivors_of_a_killed_rank_leave_at_once(backend, kind):
     assert [outcome.exit_code for outcome in outcomes] == [7, -signal.SIGKILL, 7], outcomes
 
 
-def train_and_save(rank, world_size, folder, dies):
-    """Eight steps from wherever the files in `folder` are; rank 1 may leave at the begin of the sixth, once."""
+def train_and_save(rank, world_size, folder, dies, consolidates=False):
+    """Eight steps from wherever the files in `folder` are; rank 1 may leave at the begin of the sixth, once.
+
+    Of a consolidated state each rank gets an equal part of all residuals, so a run that goes on without a break takes it, too.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 1))
     optimizer = torch.optim.SGD(module.parameters(), 0.05)
@@ -122,7 +125,9 @@ def train_and_save(rank, world_size, folder, dies):
         step, losses = saved["sync"]["step"], saved["losses"]
     while step < 8:
         if dies and rank == 1 and step == 5:
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL) if consolidates else os._exit(3)
+        if consolidates and step == 5:
+            door.sync.load_state_dict(torch.load(file)["sync"])
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         loss = (door(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
@@ -131,7 +136,7 @@ def train_and_save(rank, world_size, folder, dies):
         losses.append(loss.item())
         step += 1
         new = file.with_suffix(".new")
-        torch.save({"module": module.state_dict(), "sync": door.sync.state_dict(), "losses": losses}, new)
+        torch.save({"module": module.state_dict(), "sync": door.sync.state_dict(consolidates), "losses": losses}, new)
         dist.barrier()
         new.rename(file)
         dist.barrier()  # files of one step on all ranks
@@ -146,25 +151,27 @@ import torch.distributed as dist
 from test_field_faults import train_and_save
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 rank = dist.get_rank()
-train_and_save(rank, 2, sys.argv[2], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+train_and_save(rank, 2, sys.argv[2], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", sys.argv[3] == "consolidated")
 dist.destroy_process_group()
 """
 
 
-def test_torchrun_restarts_and_losses_are_those_of_an_unbroken_run(tmp_path):
-    """Case 104. Rank 1 leaves at step 5; torchrun starts both again; state and residuals come from the files of step 5."""
+@pytest.mark.parametrize("kind", ["own", pytest.param("consolidated", marks=pytest.mark.slow)])
+def test_torchrun_restarts_and_losses_are_those_of_an_unbroken_run(tmp_path, kind):
+    """Case 104. Rank 1 leaves, or is killed, at step 5; torchrun starts both again; state and residuals come from the files."""
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     for folder in (broken, unbroken):
         folder.mkdir()
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--monitor-interval", "0.1", str(script), str(Path(__file__).parent), str(broken)]
+    command += ["--monitor-interval", "0.1", str(script), str(Path(__file__).parent), str(broken), kind]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torch's own group takes addresses of the run before
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0 and "exitcode: 3" in done.stderr, done.stdout + done.stderr
-    expected = run_on_ranks(train_and_save, 2, args=(str(unbroken), False))
+    ended = "exitcode: 3" if kind == "own" else "exitcode: -9"
+    assert done.returncode == 0 and ended in done.stderr, done.stdout + done.stderr
+    expected = run_on_ranks(train_and_save, 2, args=(str(unbroken), False, kind == "consolidated"))
     for rank, losses in enumerate(expected):
         assert torch.load(broken / f"rank{rank}.pt")["losses"] == losses and len(losses) == 8
 
