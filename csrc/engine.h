@@ -21,7 +21,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
-
 #include <unistd.h>
 
 #include <array>

@@ -16,12 +16,19 @@ import gsync
 from gsync.config import BLOCK_CODECS, CODECS
 
 DOORS = ("ddp", "reducer")
+
+
+def _marks(parameter: Any) -> list[Any]:
+    marks = parameter.marks
+    return list(marks) if isinstance(marks, (list, tuple, set, frozenset)) else [marks]
+
+
 engines = pytest.mark.parametrize("backend", each_engine())
-# Both at two ranks, the faster one at four, too.
+# Both at two ranks, the faster one at four, too, where there is time.
 engines_and_worlds = pytest.mark.parametrize(
     ("backend", "world_size"),
     [
-        pytest.param(*engine.values, world_size, marks=engine.marks)
+        pytest.param(*engine.values, world_size, marks=[*_marks(engine), *([pytest.mark.slow] if world_size == 4 else [])])
         for engine in each_engine()
         for world_size in (2, 4)
         if (*engine.values, world_size) != ("reference", 4)
