@@ -174,9 +174,9 @@ class _Core:
         """In a forked process: fails, and touches neither the thread nor the connections."""
         self.changed = threading.Condition()
         self.queue, self.jobs, self.closed = deque(), [], True
-        if self.lanes is not None:
+        if self.lanes:
             forks.left_behind.append(self.lanes)
-            self.lanes = None
+            self.lanes = {}
             self.error = SyncError(f"gsync ({self.label}): {forked_from(self.rank)}")
 
     def place(self, bucket: int, step: int) -> str:
