@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .rivals import DDP_RIVALS, GSYNC, REDUCER, STOCK, Rival, make_rivals
+from .rivals import DDP_RIVALS, EXCHANGES, GSYNC, REDUCER, SEVERAL_HOSTS, STOCK, Rival, make_rivals
 from .workloads import Sizes, full_sizes
 
 DIGITS_STEPS = 200  # enough to see the digits learnt
@@ -93,7 +93,8 @@ class Options:
             ValueError, TypeError: SyncConfig refuses the fields given.
         """
         names = (STOCK, *self.rivals) if self.rivals else (*DDP_RIVALS, GSYNC, REDUCER)
-        return make_rivals(names, self.codecs, self.exchanges, self.fields)
+        several = (self.hosts or 1) > 1 and (self.ranks_per_host or 1) > 1
+        return make_rivals(names, self.codecs, self.exchanges, self.fields, SEVERAL_HOSTS if several else EXCHANGES)
 
     def to_json(self) -> str:
         """Return the options as one line that `from_json` reads."""

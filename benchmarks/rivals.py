@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 CODECS = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 EXCHANGES = ("all_reduce", "scatter_gather")
+SEVERAL_HOSTS = (*EXCHANGES, "hierarchical")  # with several ranks each
 GSYNC = "gsync"
 REDUCER = "reducer"
 STOCK = "stock"
@@ -157,14 +158,18 @@ def all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
 
 
 def make_rivals(
-    ddp_names: Sequence[str], codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any]
+    ddp_names: Sequence[str],
+    codecs: Sequence[str],
+    exchanges: Sequence[str],
+    fields: Mapping[str, Any],
+    all_exchanges: Sequence[str] = EXCHANGES,
 ) -> list[Rival]:
     """Return the rivals in the order of the table.
 
     Args:
         ddp_names: of DDP_RIVALS, GSYNC and REDUCER.
-        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all; of these, combinations that
-            SyncConfig refuses are left out. One codec is enough to show the reducer: bf16, or the first that takes `fields`.
+        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all, `all_exchanges` being the
+            latter; of these, combinations that SyncConfig refuses are left out. One codec is enough to show the reducer: bf16, or the first that takes `fields`.
         fields: further fields of SyncConfig for all of these.
 
     Raises:
@@ -172,9 +177,9 @@ def make_rivals(
     """
     rivals = [_ddp_rival(name) for name in DDP_RIVALS if name in ddp_names]
     if GSYNC in ddp_names:
-        rivals += _gsync_rivals(codecs, exchanges, fields)
+        rivals += _gsync_rivals(codecs, exchanges, fields, all_exchanges)
     if REDUCER in ddp_names:
-        reducers = _gsync_rivals(codecs, exchanges, fields, REDUCER)
+        reducers = _gsync_rivals(codecs, exchanges, fields, all_exchanges, REDUCER)
         if not codecs:
             names = [rival.name.split()[0] for rival in reducers]
             only = "bf16" if "bf16" in names else names[0]
@@ -183,8 +188,14 @@ def make_rivals(
     return rivals
 
 
-def _gsync_rivals(codecs: Sequence[str], exchanges: Sequence[str], fields: Mapping[str, Any], family: str = GSYNC) -> list[Rival]:
-    pairs = [(codec, exchange) for codec in codecs or CODECS for exchange in exchanges or EXCHANGES]
+def _gsync_rivals(
+    codecs: Sequence[str],
+    exchanges: Sequence[str],
+    fields: Mapping[str, Any],
+    all_exchanges: Sequence[str],
+    family: str = GSYNC,
+) -> list[Rival]:
+    pairs = [(codec, exchange) for codec in codecs or CODECS for exchange in exchanges or all_exchanges]
     rivals: dict[tuple[str, str], Rival] = {}
     refusals: dict[tuple[str, str], Exception] = {}
     for pair in pairs:

@@ -75,14 +75,19 @@ def why_not() -> str:
 
 
 @functools.cache
-def build(sanitized: bool = False) -> Path:
-    """Return the library; compiled again when a source, the compiler or CUDA has changed."""
+def build(sanitized: bool = False, root: Path = ROOT, folder: Path = FOLDER) -> Path:
+    """Return the library; compiled again when a source, the compiler or CUDA has changed.
+
+    Args:
+        root: whose csrc and tests/emulation/cuda are compiled.
+        folder: for what is built.
+    """
     compiler = _build_plan().find_compiler()[0]
     extra = (*(SANITIZE if sanitized else ()), *shlex.split(os.environ.get("GSYNC_EMULATION_FLAGS", "")))
-    includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests/emulation/cuda'}", *(f"-isystem{path}" for path in find_headers())]
+    includes = [f"-I{root / 'csrc'}", f"-I{root / 'tests/emulation/cuda'}", *(f"-isystem{path}" for path in find_headers())]
     command = [*compiler, *FLAGS, *extra, *includes]
-    stamp = _stamp(command)
-    folder = FOLDER / ("sanitized" if sanitized else "plain")
+    stamp = _stamp(command, root)
+    folder = folder / ("sanitized" if sanitized else "plain")
     library = folder / f"{stamp}.so"
     if library.is_file():
         return library
@@ -94,7 +99,7 @@ def build(sanitized: bool = False) -> Path:
         made = folder / f"{Path(source).name}.o"
         # The scheduler switches stacks, which it does better unwatched.
         words = [word for word in command if not (source.endswith("grid.cpp") and word in SANITIZE[:2])]
-        _run([*words, "-x", "c++", "-include", "nvcc.h", "-c", "-o", str(made), str(ROOT / source)])
+        _run([*words, "-x", "c++", "-include", "nvcc.h", "-c", "-o", str(made), str(root / source)])
         return str(made)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -105,11 +110,11 @@ def build(sanitized: bool = False) -> Path:
     return library
 
 
-def _stamp(command: Sequence[str]) -> str:
+def _stamp(command: Sequence[str], root: Path) -> str:
     """A name for what would be built."""
     told = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest = hashlib.sha256(repr((command, told)).encode())
-    for folder in (ROOT / "csrc", ROOT / "tests" / "emulation" / "cuda"):
+    for folder in (root / "csrc", root / "tests" / "emulation" / "cuda"):
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".cu", ".cuh", ".h") or file.parent.name == "cuda":
                 digest.update(str(file).encode() + file.read_bytes())
@@ -191,7 +196,12 @@ class _Workspace(ctypes.Structure):
 @functools.cache
 def load(sanitized: bool = False) -> ctypes.CDLL:
     """Return the library, built if need be."""
-    library = ctypes.CDLL(str(build(sanitized)))
+    return open_library(build(sanitized))
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Return a library that `build` made."""
+    library = ctypes.CDLL(str(path))
     library.emulated_error.restype = ctypes.c_char_p
     library.emulated_schedule.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_int)
     library.emulated_fault.argtypes = (ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
@@ -211,6 +221,7 @@ class EmulatedBackend:
         order: of the threads of a block between two barriers, and of blocks: one of ORDERS.
         pattern: every byte of shared memory when a block begins, and of outputs before each launch.
         failed: the word that tells `unpack` of a failure, or None.
+        library: from `open_library`; None: that of this tree.
     """
 
     def __init__(
@@ -220,8 +231,9 @@ class EmulatedBackend:
         seed: int = 0,
         sanitized: bool = False,
         failed: int | None = None,
+        library: ctypes.CDLL | None = None,
     ) -> None:
-        self.library = load(sanitized)
+        self.library = library or load(sanitized)
         self.schedule = (ORDERS.index(order), seed, pattern)
         self.pattern = pattern
         self.failed = None if failed is None else torch.tensor([failed], dtype=torch.int32)

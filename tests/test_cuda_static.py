@@ -21,7 +21,7 @@ CAPACITIES = (128, 4000, 0)
 KERNELS = tuple(f"{operation}_kernel<{capacity}>" for operation in ("pack", "reduce", "unpack") for capacity in CAPACITIES)
 # Of 65,536 a multiprocessor has: four blocks of 256 threads; three of the kernels that keep a tile and its scales in registers.
 MAX_REGISTERS = {"pack_kernel": 64, "reduce_kernel": 64, "unpack_kernel": 64}
-MAX_REGISTERS |= {"block_pack_kernel": 80, "block_reduce_kernel": 80, "block_unpack_kernel": 64}
+MAX_REGISTERS |= {"block_pack_kernel": 80, "block_reduce_kernel": 80, "shard_reduce_kernel": 80, "block_unpack_kernel": 64}
 
 
 @pytest.fixture(scope="module")

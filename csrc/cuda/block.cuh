@@ -180,7 +180,8 @@ struct Work {
 
 // ---- 3. scales ---------------------------------------------------------------------------------------------------------
 
-/// Scale and inverse of the block that each group of this thread lies in. All threads of the block must call it.
+/// Scale and inverse of the block that each group of this thread lies in. All threads of the block must call it, and only once: what
+/// the warps tell each other is not protected from a second call.
 template <class Format, int kGroup>
 __device__ __forceinline__ void find_scales(const Values<kGroup>& x, int block_size,
                                             BlockScale (&scales)[kElementsPerThread / kGroup]) {
@@ -219,7 +220,6 @@ __device__ __forceinline__ void find_scales(const Values<kGroup>& x, int block_s
     for (int i = warp / warps * warps; i < warp / warps * warps + warps; ++i) largest = max(largest, of_warps[i]);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) absmax[i] = largest;
-    __syncthreads();
   }
   // The divisions: lane l does those of group l mod kGroups, whose block its neighbours share.
   const int lane = threadIdx.x % kWarpSize;

@@ -183,17 +183,31 @@ std::string run_block(std::mt19937_64& random) {
   brought_predicate = false;
   for (Warp& warp : warps) warp.num_arrived = 0;
   for (int thread = 0; thread < num_threads; ++thread) fibers[thread].state = State::kReady;
-  for (bool progressed = true; progressed;) {
-    progressed = false;
-    for (const int thread : in_order(num_threads, random)) {
-      if (fibers[thread].state != State::kReady) continue;
+  // Runs the threads that are ready among [first, first + count), each until it waits; false when there are none.
+  const auto run_once = [&](int first, int count) {
+    bool progressed = false;
+    for (const int i : in_order(count, random)) {
+      const int thread = first + i;
+      if (fibers[thread].state != State::kReady || !failure.empty()) continue;
       progressed = true;
       current = thread;
       threadIdx = {static_cast<unsigned>(thread), 0, 0};
       gsync_emulated_switch(&scheduler, fibers[thread].stack_pointer);
-      if (!failure.empty()) return failure;
+    }
+    return progressed;
+  };
+  for (bool progressed = true; progressed && failure.empty();) {
+    // Ascending, the warps keep step with each other; else one runs as far ahead of the others as barriers let it.
+    if (schedule.order == Order::kAscending) {
+      progressed = run_once(0, num_threads);
+      continue;
+    }
+    progressed = false;
+    for (const int warp : in_order(num_threads / kWarpSize, random)) {
+      while (run_once(warp * kWarpSize, kWarpSize)) progressed = true;
     }
   }
+  if (!failure.empty()) return failure;
   const auto has_ended = [](const Fiber& fiber) { return fiber.state == State::kEnded; };
   return std::all_of(fibers.begin(), fibers.begin() + num_threads, has_ended) ? "" : why_stuck();
 }

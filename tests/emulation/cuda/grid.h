@@ -16,7 +16,9 @@ enum class Order : int { kAscending = 0, kDescending = 1, kShuffled = 2 };
 
 /// How the next grids run.
 struct Schedule {
-  Order order = Order::kAscending;  // of the threads of a block between two waits, and of the blocks
+  // Of the threads of a block between two waits, and of the blocks. Ascending, all warps go from wait to wait together; descending and
+  // shuffled, each runs as far as it can before the next.
+  Order order = Order::kAscending;
   uint64_t seed = 0;                // of kShuffled
   uint8_t pattern = 0xee;           // every byte of a block's shared memory when the block begins
 };
