@@ -168,8 +168,9 @@ def make_rivals(
 
     Args:
         ddp_names: of DDP_RIVALS, GSYNC and REDUCER.
-        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all, `all_exchanges` being the
-            latter; of these, combinations that SyncConfig refuses are left out. One codec is enough to show the reducer: bf16, or the first that takes `fields`.
+        codecs, exchanges: every combination becomes a gsync rival, and a reducer. Empty for all codecs, and `all_exchanges`; of
+            these, combinations that SyncConfig refuses are left out. One codec is enough to show the reducer: bf16, or the first
+            that takes `fields`.
         fields: further fields of SyncConfig for all of these.
 
     Raises:
