@@ -243,7 +243,7 @@ __device__ __forceinline__ void find_scales(const Values<kGroup>& x, int block_s
 /// What EncodeOptions says, as a kernel sees it.
 struct Options {
   float* residual;  // of the tile's first element, or null
-  double* sums;     // of the tile, or null
+  double* sums;  // of the tile, or null
   uint64_t random_key;
   bool stochastic;
   bool counts;  // elements that vanished

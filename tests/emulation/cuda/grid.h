@@ -19,8 +19,8 @@ struct Schedule {
   // Of the threads of a block between two waits, and of the blocks. Ascending, all warps go from wait to wait together; descending and
   // shuffled, each runs as far as it can before the next.
   Order order = Order::kAscending;
-  uint64_t seed = 0;                // of kShuffled
-  uint8_t pattern = 0xee;           // every byte of a block's shared memory when the block begins
+  uint64_t seed = 0;  // of kShuffled
+  uint8_t pattern = 0xee;  // every byte of a block's shared memory when the block begins
 };
 
 void set_schedule(const Schedule& schedule);
