@@ -143,6 +143,8 @@ class Planner:
             return "all_reduce rounds sums where nothing sees what they lose: no error feedback; scatter_gather has it"
         if exchange == "hierarchical" and topology.ranks_per_host == 1:
             return "hierarchical needs several ranks a host; with one it would be scatter_gather"
+        if exchange == "hierarchical" and "fp16" in (codec, settings.exempt_codec):
+            return "hierarchical does not count what vanishes in fp16, so SyncConfig refuses the two; bf16 goes"
         try:
             codecs_of(self.parameters, codec, settings.exempt, settings.exempt_codec)
         except ValueError as error:
