@@ -78,7 +78,7 @@ def test_a_backward_that_was_left_in_the_middle_is_an_error(group):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="exchange must be all_reduce or scatter_gather, got ring"):
+    with pytest.raises(ValueError, match="exchange must be all_reduce, scatter_gather or hierarchical, got ring"):
         _native.C.Engine(None, device="cpu", world_size=1, rank=0, exchange="ring", scale=1.0, slice_bytes=1, timeout_s=1.0)
     with pytest.raises(ValueError, match="needs a transport"):
         _native.C.Engine(None, device="cpu", world_size=2, rank=0, exchange="all_reduce", scale=1.0, slice_bytes=1, timeout_s=1.0)
