@@ -24,6 +24,11 @@ std::shared_ptr<const Api> load(const std::string& library) {
   }
   auto api = std::make_shared<Api>();
   find(handle, library, "ncclGetVersion", api->get_version);
+  int version = 0;
+  const Result result = api->get_version(&version);
+  TORCH_CHECK(result == kSuccess && version >= kConfigVersion,
+              "gsync: transport nccl needs NCCL 2.18 or later, found version code ", version, " in ", library,
+              "; transport='process_group' works with older ones");
   find(handle, library, "ncclGetUniqueId", api->get_unique_id);
   find(handle, library, "ncclCommInitRankConfig", api->comm_init_rank_config);
   find(handle, library, "ncclCommSplit", api->comm_split);
@@ -38,11 +43,6 @@ std::shared_ptr<const Api> load(const std::string& library) {
   find(handle, library, "ncclGetErrorString", api->get_error_string);
   find(handle, library, "ncclGetLastError", api->get_last_error);
 
-  int version = 0;
-  const Result result = api->get_version(&version);
-  TORCH_CHECK(result == kSuccess && version >= kConfigVersion,
-              "gsync: transport nccl needs NCCL 2.18 or later, found version code ", version, " in ", library,
-              "; transport='process_group' works with older ones");
   return api;
 }
 
