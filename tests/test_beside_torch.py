@@ -73,7 +73,8 @@ class SyncedNorm(nn.Module):
     """Batch norm over all ranks for CPUs, where torch's refuses: sums of its own in forward and backward."""
 
     def forward(self, x):
-        sums = synced.all_reduce(torch.stack([x.sum(0), x.square().sum(0)]))
+        # Its default is the group that was the world when torch imported it.
+        sums = synced.all_reduce(torch.stack([x.sum(0), x.square().sum(0)]), group=dist.group.WORLD)
         count = dist.get_world_size() * len(x)
         mean = sums[0] / count
         return (x - mean) / (sums[1] / count - mean.square() + 1e-5).sqrt()
