@@ -91,7 +91,7 @@ void run(Random& random, gsync::cpu::Level level) {
   for (const auto& bytes : chunks) addresses.push_back(bytes.data());
   std::vector<uint8_t> out(static_cast<size_t>(layout.chunk_bytes), 0xEE);
   gsync::ReduceArgs reduce{};
-  reduce.layout = layout.view_of_chunk(chunk);
+  reduce.layout = layout.view_of_chunks(chunk, 1);
   reduce.payloads = addresses.data();
   reduce.num_payloads = static_cast<int64_t>(addresses.size());
   reduce.out = out.data();
