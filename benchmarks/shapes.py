@@ -64,6 +64,7 @@ def read_model(model: str, sizes: Sizes) -> tuple[str, list[Parameter]]:
     """
     if model in MODELS:
         full_sizes(model, sizes)
+        # Without memory where the model can be built so; torch raises NotImplementedError for what it cannot do on "meta".
         with torch.device("meta"), contextlib.suppress(RuntimeError, NotImplementedError):
             return model, of_module(make_workload(model, sizes, 0).build())
         return model, of_module(make_workload(model, sizes, 0).build())

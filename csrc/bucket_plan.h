@@ -69,7 +69,6 @@ struct BucketPlan {
 
 struct PlanOptions {
   int64_t slice_bytes = 25 << 20;  // of gradients
-  int rank = 0;
   int64_t start_step = 0;  // block codecs, and residuals, are used from this step on; bf16 until then
   bool measure_error = false;  // whether there are steps that do
 };

@@ -52,7 +52,7 @@ Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options) : op
   pipeline_.stochastic = options_.stochastic;
   pipeline_.measure_every = options_.measure_every;
   parameters_.emplace(*pipeline_.exchange, options_.device,
-                      PlanOptions{options_.slice_bytes, options_.rank, options_.start_step, options_.measure_every > 0});
+                      PlanOptions{options_.slice_bytes, options_.start_step, options_.measure_every > 0});
   counters_ = at::zeros({3}, on(options_.device, at::kLong));
   pipeline_.counters = static_cast<int64_t*>(counters_.mutable_data_ptr());
   if (!options_.device.is_cpu()) {

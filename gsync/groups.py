@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import GsyncError, SyncError, SyncTimeoutError
-from .hosts import Place, exchange_words, place_among
+from .hosts import Place, place_among
 from .session import open_session
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo, for backends that do not tell theirs
@@ -146,9 +146,14 @@ class Meeting:
 
         Args:
             word: what this rank calls its host.
+            generation: which try of the engine.
+
+        Raises:
+            SyncTimeoutError, SyncError: a rank did not come.
         """
         store = self.store(generation)
-        words = exchange_words(store, self.rank, self.size, word, lambda key, rank: self._wait(store, key, f"rank {rank}"))
+        store.set(f"host/{self.rank}", word)
+        words = [self._wait(store, f"host/{rank}", f"rank {rank}").decode() for rank in range(self.size)]
         return place_among(words, self.rank)
 
     def private_gloo(

@@ -10,7 +10,6 @@ Ranks of one host say the same word of it; each puts its own into the group's st
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -53,6 +52,10 @@ def flat_place(rank: int, world_size: int) -> Place:
 def word_of_host(global_rank: int, environment: Mapping[str, str] = os.environ) -> str:
     """What this rank calls its host.
 
+    Args:
+        global_rank: in the world, not in the group.
+        environment: its variables.
+
     Raises:
         ValueError: a variable is not a whole number above 0.
     """
@@ -72,6 +75,7 @@ def place_among(words: Sequence[str], rank: int) -> Place | str:
 
     Args:
         words: what each rank of the group calls its host.
+        rank: in the group.
     """
     hosts: dict[str, list[int]] = {}
     for other, word in enumerate(words):
@@ -85,14 +89,3 @@ def place_among(words: Sequence[str], rank: int) -> Place | str:
     local_rank = by_host[host].index(rank)
     outer = tuple(ranks[local_rank] for ranks in by_host)
     return Place(local_rank, len(by_host[host]), host, len(by_host), tuple(by_host[host]), outer)
-
-
-def exchange_words(store: object, rank: int, size: int, word: str, wait: object) -> list[str]:
-    """What every rank calls its host. Costs a key of the store for each rank.
-
-    Args:
-        store: keys that only these ranks use.
-        wait: (key, rank) -> value of a key that another rank sets.
-    """
-    store.set(f"host/{rank}", json.dumps(word))  # type: ignore[attr-defined]
-    return [json.loads(wait(f"host/{other}", other)) for other in range(size)]  # type: ignore[operator]

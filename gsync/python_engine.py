@@ -32,10 +32,9 @@ from .groups import as_sync_error, forked_from, names_a_timeout
 from .hosts import Place
 from .lanes import Lanes
 from .python_exchange import make_exchange
-from .spans import Span, SpanBook
+from .spans import Span, SpanBook, profiler_range
 
 _SLICES_UNDER_WAY = 2
-_NO_RANGE: Any = contextlib.nullcontext()
 _VANISHED_SHARE = 0.01  # of the non-zero elements; above it fp16 is the wrong codec
 
 
@@ -103,7 +102,7 @@ class _Core:
         counters = job.step.counters if part.codec == "fp16" else None
         # What travels uncompressed at first is encoded on its way.
         encoding = self._encoding(current)("pack") if packed is layout else NEAREST
-        with _range("gsync::pack"):
+        with profiler_range("gsync::pack"):
             payload = current.payload[: packed.sizes.payload_bytes]
             self.kernels.pack(packed, current.sent, payload, self.scale, counters, encoding)
         self._add("pack", current)
@@ -123,14 +122,13 @@ class _Core:
             self._measure(current.gradients, part.norm_idx, step)
         else:
             layout = part.layouts[current.slice_idx]
-            with _range("gsync::reduce"):
-                self.exchange.finish(current, layout, self._encoding(current))
+            self.exchange.finish(current, layout, self._encoding(current))
             self._add("exchange", current)
             current.make_missing()
             assert current.payload is not None and part.partials is not None
             is_end = current.slice_idx == len(part.layouts) - 1
             sums = torch.zeros(len(part.spans), dtype=torch.float64, device=self.device) if is_end else None
-            with _range("gsync::unpack"):
+            with profiler_range("gsync::unpack"):
                 self.kernels.unpack(layout, current.payload, current.gradients, part.partials, step.nonfinite, sums)
             if sums is not None:
                 step.sums[part.index] = sums
@@ -470,11 +468,6 @@ class PythonEngine:
         if self._core.last is None:
             raise GsyncError("no backward pass has been synchronised yet")
         return self._core.last
-
-
-def _range(name: str) -> Any:
-    """Shows in torch.profiler; of the worker thread, where it profiles all threads."""
-    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_RANGE
 
 
 def _close(core: _Core, thread: threading.Thread | None) -> None:

@@ -13,11 +13,20 @@ from .encoding import EncodeOptions
 from .hosts import Place
 from .lanes import Lanes
 from .reference import CODE_DTYPES
+from .spans import profiler_range
 
 Encoding = Callable[[str], EncodeOptions]  # of stage "pack" or "reduce"
 
 
 class AllReduce:
+    """See csrc/exchange.h; so are the others.
+
+    Attributes:
+        num_chunks, num_shards: of a payload.
+        chunk, shard: what this rank reduces, and what it encodes first.
+        one_codec: whether all segments of a payload must have one.
+    """
+
     num_chunks = num_shards = 1
     chunk = shard = 0
     one_codec = True
@@ -34,6 +43,7 @@ class AllReduce:
         return int(layout.sizes.payload_bytes)
 
     def wire_bytes(self, layout: BucketLayout) -> int:
+        """Bytes that this rank sends for a slice."""
         return 2 * int(layout.sizes.payload_bytes) * (self._world_size - 1) // self._world_size
 
     def start(self, current: Slice, layout: BucketLayout) -> Any:
@@ -74,7 +84,8 @@ class ScatterGather:
         assert current.received is not None and current.payload is not None
         chunks = list(current.received.view(self.num_chunks, -1).unbind())
         reduced = self._buffer("reduced", layout.sizes.chunk_bytes)
-        self._kernels.reduce(layout, self.chunk, chunks, reduced, 1.0, encoding("reduce"))
+        with profiler_range("gsync::reduce"):
+            self._kernels.reduce(layout, self.chunk, chunks, reduced, 1.0, encoding("reduce"))
         self._lanes.all_gather(current.payload, reduced).wait()
 
 
@@ -113,12 +124,15 @@ class Hierarchical:
         sent = current.received[: layout.uncompressed.sizes.payload_bytes].view(self.num_shards, -1)
         shard = self._buffer("shard", hosts * chunk_bytes)
         first_chunk = self.shard * hosts
-        self._kernels.reduce(layout, first_chunk, list(sent.unbind()), shard, 1.0, encoding("pack"), uncompressed=True)
+        with profiler_range("gsync::reduce"):
+            self._kernels.reduce(layout, first_chunk, list(sent.unbind()), shard, 1.0, encoding("pack"), uncompressed=True)
         if hosts > 1:
             received = current.received[: hosts * chunk_bytes]
             self._outer.all_to_all(received, shard).wait()
             reduced = self._buffer("reduced", chunk_bytes)
-            self._kernels.reduce(layout, self.chunk, list(received.view(hosts, -1).unbind()), reduced, 1.0, encoding("reduce"))
+            chunks = list(received.view(hosts, -1).unbind())
+            with profiler_range("gsync::reduce"):
+                self._kernels.reduce(layout, self.chunk, chunks, reduced, 1.0, encoding("reduce"))
             self._outer.all_gather(shard, reduced).wait()
         current.payload = current.payload[: layout.sizes.payload_bytes]
         self._inner.all_gather(current.payload, shard).wait()

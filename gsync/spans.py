@@ -6,12 +6,16 @@ hands buckets over; Python's lock keeps them apart.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
+
+import torch
 
 # phase, step, bucket, slice (counted through the bucket), begin, end (s)
 Span = tuple[str, int, int, int, float, float]
 
+_NO_RANGE: Any = contextlib.nullcontext()
 _TIMES = ("pack_ms", "exchange_ms", "unpack_ms", "bucket_ms")
 
 
@@ -98,3 +102,8 @@ class SpanBook:
             self._spans.append((phase, job.step.number, job.index, number, begin, end))
         else:
             self._dropped += 1
+
+
+def profiler_range(name: str) -> Any:
+    """A context that shows in torch.profiler; of a worker thread, where it profiles all threads."""
+    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_RANGE

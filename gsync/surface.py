@@ -257,9 +257,10 @@ class Surface(ABC):
                     warnings.warn(f"exchange='auto': {found}; scatter_gather is used", GsyncWarning, stacklevel=2)
             else:
                 exchange = self.config.exchange_used(found.num_hosts, found.ranks_per_host)
-                place = found if exchange == "hierarchical" else flat
-                if place.ranks_per_host == 1 and exchange == "hierarchical":  # nothing to sum inside a host: the same
-                    exchange, place = "scatter_gather", flat
+                if exchange == "hierarchical" and found.ranks_per_host > 1:
+                    place = found
+                elif exchange == "hierarchical":  # nothing to sum inside a host: the same
+                    exchange = "scatter_gather"
         self._path = (exchange, place)
         return self._path
 

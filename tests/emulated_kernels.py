@@ -221,7 +221,7 @@ class EmulatedBackend:
         order: of the threads of a block between two barriers, and of blocks: one of ORDERS.
         pattern: every byte of shared memory when a block begins, and of outputs before each launch.
         failed: the word that tells `unpack` of a failure, or None.
-        library: from `open_library`; None: that of this tree.
+        compiled: from `open_library`; None: that of this tree.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class EmulatedBackend:
         seed: int = 0,
         sanitized: bool = False,
         failed: int | None = None,
-        library: ctypes.CDLL | None = None,
+        compiled: ctypes.CDLL | None = None,
     ) -> None:
-        self.library = library or load(sanitized)
+        self.compiled = compiled or load(sanitized)
         self.schedule = (ORDERS.index(order), seed, pattern)
         self.pattern = pattern
         self.failed = None if failed is None else torch.tensor([failed], dtype=torch.int32)
@@ -252,7 +252,7 @@ class EmulatedBackend:
         table = launch.table([_address(g) for g in gradients], launch.residuals(options))
         encode = launch.encode(options, table, len(gradients))
         args = _PackArgs(launch.view(), table, payload.data_ptr(), scale, _address(counters), encode)
-        self._run(self.library.emulated_pack, args, launch)
+        self._run(self.compiled.emulated_pack, args, launch)
 
     def reduce(
         self,
@@ -272,7 +272,7 @@ class EmulatedBackend:
         sent = (launch.sent_shares(), layout.uncompressed.python.chunk_bytes, chunk) if uncompressed else (None, 0, 0)
         count = layout.python.chunks_per_shard if uncompressed else 1
         args = _ReduceArgs(launch.view(chunk, count), table, len(payloads), out.data_ptr(), scale, encode, *sent)
-        self._run(self.library.emulated_reduce, args, launch)
+        self._run(self.compiled.emulated_reduce, args, launch)
 
     def unpack(
         self,
@@ -292,12 +292,12 @@ class EmulatedBackend:
         segments = None if sum_of_squares is None else launch.segments
         sums = (found_nonfinite.data_ptr(), segments, _address(sum_of_squares), _address(self.failed))
         args = _UnpackArgs(launch.view(), payload.data_ptr(), table, partials.data_ptr(), *sums)
-        self._run(self.library.emulated_unpack, args, launch)
+        self._run(self.compiled.emulated_unpack, args, launch)
 
     def _run(self, function: Any, args: Any, launch: _Launch) -> None:
-        self.library.emulated_schedule(*self.schedule)
+        self.compiled.emulated_schedule(*self.schedule)
         error = function(ctypes.byref(args), ctypes.byref(launch.workspace))
-        assert error == _SUCCESS, f"error {error}: {self.library.emulated_error().decode()}"
+        assert error == _SUCCESS, f"error {error}: {self.compiled.emulated_error().decode()}"
         assert not launch.ticket.any(), "the ticket was not left zero"
 
 

@@ -52,7 +52,7 @@ def _is_noticed(library: Any) -> bool:
     case = block_cases.Case(segments, block_size=2048, sums=True, stochastic=False)
     for order in emulated_kernels.ORDERS:
         for pattern in emulated_kernels.PATTERNS:
-            backend = emulated_kernels.EmulatedBackend(order, pattern, seed=3, library=library)
+            backend = emulated_kernels.EmulatedBackend(order, pattern, seed=3, compiled=library)
             try:
                 block_cases.compare(backend, case)
                 _sum_twice(backend)

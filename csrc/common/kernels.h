@@ -66,7 +66,7 @@ struct ReduceArgs {
   int64_t sent_chunk_bytes = 0;
   int64_t first_chunk = 0;
 
-  bool encodes_only() const { return sent_shares != nullptr; }
+  bool is_shard() const { return sent_shares != nullptr; }
 };
 
 struct UnpackArgs {

@@ -293,7 +293,7 @@ GSYNC_INLINE void encode_tile(const Source& source, const EncodeOptions& options
       pack_values(*source.pack, share, first, n, x);
     } else {
       const ReduceArgs& args = *source.reduce;
-      const bool is_shard = args.encodes_only();
+      const bool is_shard = args.is_shard();
       reduce_values(args, is_shard ? args.sent_shares[share_idx] : share,
                     is_shard ? (share.chunk - args.first_chunk) * args.sent_chunk_bytes : 0, first, n, x);
     }

@@ -98,7 +98,7 @@ GSYNC_INLINE int64_t tile_begin(const Tile& tile) { return static_cast<int64_t>(
 
 /// Where the chunk that a share lies in is to be written.
 GSYNC_INLINE uint8_t* out_chunk(const ReduceArgs& args, const Share& share) {
-  return args.encodes_only() ? args.out + (share.chunk - args.first_chunk) * args.layout.chunk_bytes : args.out;
+  return args.is_shard() ? args.out + (share.chunk - args.first_chunk) * args.layout.chunk_bytes : args.out;
 }
 
 GSYNC_INLINE int64_t tile_numel(const Share& share, int64_t begin) { return std::min(kTileElements, share.numel - begin); }

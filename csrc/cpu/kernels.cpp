@@ -54,10 +54,9 @@ void pack(const PackArgs& args, int64_t first, int64_t last, Level level) {
 }
 
 void reduce(const ReduceArgs& args, int64_t first, int64_t last, Level level) {
-  for_families(args.layout, first, last, args.encode.any() || args.encodes_only(),
-               [&](Family is_block, int64_t begin, int64_t end) {
-                 return is_block ? block::reduce(args, begin, end, level) : elementwise::reduce(args, begin, end, level);
-               });
+  for_families(args.layout, first, last, args.encode.any() || args.is_shard(), [&](Family is_block, int64_t begin, int64_t end) {
+    return is_block ? block::reduce(args, begin, end, level) : elementwise::reduce(args, begin, end, level);
+  });
 }
 
 void unpack(const UnpackArgs& args, int64_t first, int64_t last, Level level) {

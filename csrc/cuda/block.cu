@@ -385,7 +385,7 @@ cudaError_t reduce(const ReduceArgs& args, const Workspace& workspace, cudaStrea
     params.sent_chunk_bytes = args.sent_chunk_bytes;
     params.chunk_bytes = layout.chunk_bytes;
     params.first_chunk = args.first_chunk;
-    const auto kernel = args.encodes_only() ? shard_reduce_kernel<capacity> : block_reduce_kernel<capacity>;
+    const auto kernel = args.is_shard() ? shard_reduce_kernel<capacity> : block_reduce_kernel<capacity>;
     return launch(kernel, layout.num_tiles, kThreads, stream, params);
   });
 }

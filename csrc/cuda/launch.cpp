@@ -11,7 +11,7 @@ cudaError_t pack(const PackArgs& args, const Workspace& workspace, cudaStream_t 
 }
 
 cudaError_t reduce(const ReduceArgs& args, const Workspace& workspace, cudaStream_t stream) {
-  const bool general = args.layout.has_scales || args.encode.any() || args.encodes_only();
+  const bool general = args.layout.has_scales || args.encode.any() || args.is_shard();
   return general ? block::reduce(args, workspace, stream) : elementwise::reduce(args, workspace, stream);
 }
 
