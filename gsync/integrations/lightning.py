@@ -9,6 +9,7 @@ print(callback.sync.stats())
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -24,16 +25,16 @@ from .saved import on_cpu, take_state
 
 def _library() -> Any:
     """Lightning, by the one of its two names that the program uses."""
-    if sys.modules.get("pytorch_lightning") and "lightning.pytorch" not in sys.modules:
-        return sys.modules["pytorch_lightning"]
+    name = "lightning.pytorch"
+    if sys.modules.get("pytorch_lightning") and name not in sys.modules:
+        name = "pytorch_lightning"
     try:
-        import lightning.pytorch as library
+        return importlib.import_module(name)
     except ImportError as error:
         try:
-            import pytorch_lightning as library
+            return importlib.import_module("pytorch_lightning")
         except ImportError:
             raise GsyncError(f"gsync.integrations.lightning needs Lightning (pip install lightning): {error}") from error
-    return library
 
 
 _Callback: Any = _library().Callback
