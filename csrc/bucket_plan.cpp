@@ -240,7 +240,7 @@ void Parameters::follow_loss_scale(const at::Tensor& scale, at::Tensor& unit) {
   }
   const at::Tensor is_scale = scale.gt(0).logical_and_(scale.isfinite());
   const at::Tensor now = at::where(is_scale, scale, unit);
-  at::_foreach_mul_(residuals, now.div(unit).view({}));
+  at::_foreach_mul_(residuals, now.div(unit).select(0, 0));
   unit.copy_(now);
 }
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from gsync import _native
+from gsync.hosts import Place
+from gsync.residuals import Residuals
 
 Rows = Sequence[torch.Tensor]
 # Odd lengths, and more than the eight addresses that go with a launch of the emulated kernels.
@@ -38,12 +40,16 @@ class Rank:
         ranks_per_host = settings.pop("ranks_per_host", 1)
         host, local_rank = divmod(self.rank, ranks_per_host)
         num_hosts = world_size // ranks_per_host
-        if world_size > 1 and self.device.type == "cpu":
+        over_groups = settings.pop("over_groups", False) or self.device.type == "cpu"
+        error_feedback = settings.pop("error_feedback", False)
+        if world_size > 1 and over_groups:
             limit, timeout_s = timedelta(seconds=20), settings["timeout_s"]
 
             def connect(name: str, rank: int, size: int) -> Any:
                 lanes = [dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/{lane}", store), rank, size, limit) for lane in "01"]
-                return native.C10dTransport(*lanes, rank, size, timeout_s)
+                if self.device.type != "cpu":
+                    lanes = [self.emulation.stream_backend(lane) for lane in lanes]
+                return native.C10dTransport(*lanes, rank, size, timeout_s, str(self.device))
 
             self.transport = connect("all", self.rank, world_size)
             if ranks_per_host > 1:
@@ -68,7 +74,12 @@ class Rank:
             **settings,
         )
         names = [f"p{idx:02}" for idx in range(len(self.parameters))]
-        self.engine.set_parameters(self.parameters, names, [codec] * len(names))
+        self.residuals = Residuals(Place(local_rank, ranks_per_host, host, num_hosts, (), ()), self.device)
+        if error_feedback:
+            for name, parameter in zip(names, self.parameters, strict=True):
+                self.residuals.table[name] = self.residuals._make(parameter, name, codec, 0)
+        columns = self.residuals.columns(names)
+        self.engine.set_parameters(self.parameters, names, [codec] * len(names), [0] * len(names), columns)
 
     def submit(
         self, rows: Rows, bounds: Sequence[tuple[int, int]], before: Callable[[], Any] | None = None
@@ -110,6 +121,8 @@ def make_ranks(
     Args:
         device: of every rank; by default an emulated one for each.
         built_on: for each rank the stream that is current while its engine is made; by default the device's default stream.
+        options: of the engine; and ranks_per_host, over_groups (process groups on a device instead of the stand-in for NCCL),
+            error_feedback.
     """
     ranks = [Rank(rank, numels, dtype, device) for rank in range(world_size)]
     store = dist.HashStore()
@@ -157,3 +170,13 @@ def close(ranks: Sequence[Rank]) -> None:
     on_every_rank(ranks, lambda rank: rank.engine.close())
     error = emulated.load().take_error()
     assert not error, error
+
+
+def add_backend_for_device(rank: int, world_size: int) -> None:
+    """Lets the default process group serve tensors on the emulated device, over a Gloo group that nobody else uses."""
+    store = dist.PrefixStore(emulated.DEVICE, dist.distributed_c10d._get_default_store())
+    host = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=20))
+    backend = emulated.load().stream_backend(host)
+    group = dist.group.WORLD
+    assert group is not None
+    group._register_backend(torch.device(emulated.DEVICE), dist.ProcessGroup.BackendType.CUSTOM, backend)

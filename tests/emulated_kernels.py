@@ -83,7 +83,7 @@ def build(sanitized: bool = False, root: Path = ROOT, folder: Path = FOLDER) -> 
         folder: for what is built.
     """
     compiler = _build_plan().find_compiler()[0]
-    extra = (*(SANITIZE if sanitized else ()), *shlex.split(os.environ.get("GSYNC_EMULATION_FLAGS", "")))
+    extra = SANITIZE if sanitized else tuple(shlex.split(os.environ.get("GSYNC_EMULATION_FLAGS", "")))
     includes = [f"-I{root / 'csrc'}", f"-I{root / 'tests/emulation/cuda'}", *(f"-isystem{path}" for path in find_headers())]
     command = [*compiler, *FLAGS, *extra, *includes]
     stamp = _stamp(command, root)

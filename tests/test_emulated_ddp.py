@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated import run_emulated
+from emulated_engines import add_backend_for_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,9 +36,7 @@ def train(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
     device = torch.device(emulated.DEVICE, rank)
     native = _native.C
     assert native is not None
-    group = dist.group.WORLD
-    host = group._get_backend(torch.device("cpu"))
-    group._register_backend(torch.device(emulated.DEVICE), dist.ProcessGroup.BackendType.CUSTOM, emulation.host_backend(host))
+    add_backend_for_device(rank, world_size)
     emulation.set_delay(-1, 0, 300, rank)
 
     store = dist.PrefixStore("gsync", dist.distributed_c10d._get_default_store())

@@ -4,8 +4,8 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "fake_nccl.h"
-#include "host_backend.h"
 #include "kernel_table.h"
+#include "stream_backend.h"
 #include "streams.h"
 
 namespace py = pybind11;
@@ -128,7 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("fail_allocation", [](int64_t after) { allocation_fault().arm(after); });
   module.def("fail_launch", [](int64_t after) { launch_fault().arm(after); });
   module.def("plant_nccl_fault", &plant_nccl_fault);
-  module.def("host_backend", &make_host_backend);
+  module.def("stream_backend", &make_stream_backend);
   module.def("live_communicators", &live_communicators);
   module.def("shut_down", &shut_down, no_gil());
 }

@@ -1,11 +1,14 @@
 // Torch's operators on the device: those of the CPU on the same memory, run by the current stream. Operators that write into their
-// arguments are only enqueued, as on a real device; others make the host wait for their result's shape, which counts as a wait.
+// arguments are only enqueued, as on a real device; others, and those whose result is to be resized, make the host wait for its shape,
+// which counts as a wait.
 #include "device_ops.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -15,6 +18,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "streams.h"
 
 namespace emulation {
@@ -22,16 +27,20 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
+// A tensor like `like`, where its parts are.
+at::Tensor sparse_of(const at::Tensor& like, const at::Tensor& indices, const at::Tensor& values) {
+  return at::_sparse_coo_tensor_unsafe(indices, values, like.sizes(), values.options().layout(at::kSparse), like.is_coalesced());
+}
+
 }  // namespace
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kDeviceType) return tensor;
+  if (tensor.is_sparse()) return sparse_of(tensor, on_cpu(tensor._indices()), on_cpu(tensor._values()));
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
 }
-
-namespace {
 
 c10::IValue value_on_cpu(const c10::IValue& value) {
   if (value.isTensor()) return on_cpu(value.toTensor());
@@ -52,11 +61,15 @@ c10::IValue value_on_cpu(const c10::IValue& value) {
 }
 
 c10::IValue value_on_device(const c10::IValue& value, c10::Device device) {
-  const auto move = [device](const at::Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
+  const auto move_dense = [device](const at::Tensor& tensor) {
     at::Tensor moved = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
     on_cpu(moved).copy_(tensor);
     return moved;
+  };
+  const auto move = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_sparse()) return move_dense(tensor);
+    return sparse_of(tensor, move_dense(tensor._indices()), move_dense(tensor._values()));
   };
   if (value.isTensor()) return move(value.toTensor());
   if (!value.isTensorList()) return value;
@@ -78,7 +91,6 @@ std::optional<c10::Device> device_of(const torch::jit::Stack& values) {
   return std::nullopt;
 }
 
-// For each result the argument that it is, or nothing if one is new.
 std::optional<std::vector<size_t>> written_arguments(const c10::FunctionSchema& schema) {
   std::vector<size_t> found;
   for (const c10::Argument& result : schema.returns()) {
@@ -94,11 +106,25 @@ std::optional<std::vector<size_t>> written_arguments(const c10::FunctionSchema& 
   return found;
 }
 
+void become(const at::Tensor& given, const at::Tensor& result) {
+  if (given.is_sparse()) {
+    auto* sparse = static_cast<at::SparseTensorImpl*>(given.unsafeGetTensorImpl());
+    sparse->raw_resize_(result.sparse_dim(), result.dense_dim(), result.sizes());
+    sparse->set_indices_and_values_unsafe(result._indices(), result._values());
+    sparse->set_coalesced(result.is_coalesced());
+    return;
+  }
+  given.unsafeGetTensorImpl()->set_storage_keep_dtype(result.storage());
+  given.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::AutoGradMode no_grad(false);
   op.callBoxed(stack);
 }
+
+namespace {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
@@ -111,14 +137,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count(&Counters::operations);
   enqueue(stream, [op, values] { run_on_cpu(op, values.get()); });
   const auto written = written_arguments(schema);
+  const auto is_empty = [&given](size_t i) { return given[i].isTensor() && given[i].toTensor().numel() == 0; };
+  const bool may_grow = written && std::any_of(written->begin(), written->end(), is_empty);
   if (written) {
     for (const size_t i : *written) stack->push_back(given[i]);
-    return;
+    if (!may_grow) return;
   }
   synchronize(stream);
   const std::string error = take_error();
   TORCH_CHECK(error.empty(), error);
   const c10::DeviceGuard guard(device);
+  for (size_t i = 0; may_grow && i < written->size(); ++i) {
+    if (is_empty((*written)[i])) become(given[(*written)[i]].toTensor(), value_on_device((*values)[i], device).toTensor());
+  }
+  if (written) return;
   for (const c10::IValue& value : *values) stack->push_back(value_on_device(value, device));
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
