@@ -6,6 +6,7 @@
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -142,8 +143,24 @@ std::shared_ptr<Collective> NcclTransport::all_gather(const at::Tensor& out, con
   return std::make_shared<Enqueued>();
 }
 
+// The watchdog learns of a bucket when it has been enqueued as a whole. Until then this keeps the time-out.
+void NcclTransport::wait_for_stream(const char* what) {
+  c10::Event reached(device_.type());
+  reached.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  const auto deadline = Clock::now() + timeout_;
+  while (!reached.query()) {
+    TORCH_CHECK(!aborted_.load(), "the NCCL communicator was aborted");
+    const std::string error = async_error();
+    TORCH_CHECK(error.empty(), error);
+    TORCH_CHECK(Clock::now() < deadline, what, " timed out after ", static_cast<double>(timeout_.count()) / 1000.0, " s");
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  TORCH_CHECK(!aborted_.load(), "the NCCL communicator was aborted");  // then what came is anything
+}
+
 // NCCL knows no sparse tensors: the lengths, then the indices and values of every rank, each padded to the longest, and a sum
-// of what came. The lengths have to reach the host, so this waits; embeddings with sparse gradients are small or rare.
+// of what came. The lengths have to reach the host, so this waits, and so does the sum, for its number of entries; embeddings with
+// sparse gradients are small or rare.
 std::shared_ptr<Collective> NcclTransport::all_reduce_sparse(const at::Tensor& gradient) {
   const at::Tensor mine = gradient.coalesce();
   const at::Tensor indices = mine.indices().contiguous();
@@ -154,8 +171,9 @@ std::shared_ptr<Collective> NcclTransport::all_reduce_sparse(const at::Tensor& g
     all_gather(out, bytes);
     return out;
   };
-  const at::Tensor lengths = gather(at::full({1}, indices.size(1), indices.options())).view(at::kLong).cpu();
-  TORCH_CHECK(!aborted_.load(), "the NCCL communicator was aborted");  // then what came is anything
+  const at::Tensor gathered_lengths = gather(at::full({1}, indices.size(1), indices.options())).view(at::kLong);
+  wait_for_stream("ncclAllGather of the lengths of sparse gradients");
+  const at::Tensor lengths = gathered_lengths.cpu();
   const auto* length = static_cast<const int64_t*>(lengths.const_data_ptr());
   const int64_t longest = *std::max_element(length, length + size_);
   const int64_t dims = indices.size(0);
@@ -172,6 +190,7 @@ std::shared_ptr<Collective> NcclTransport::all_reduce_sparse(const at::Tensor& g
   const at::Tensor gathered_indices = gather(padded_indices).view(at::kLong).view({size_, longest, dims});
   value_sizes.insert(value_sizes.begin(), size_);
   const at::Tensor gathered_values = gather(padded_values).view(values.scalar_type()).view(value_sizes);
+  wait_for_stream("ncclAllGather of sparse gradients");
   for (int64_t rank = 0; rank < size_; ++rank) {
     all_indices.push_back(gathered_indices.select(0, rank).narrow(0, 0, length[rank]).t());
     all_values.push_back(gathered_values.select(0, rank).narrow(0, 0, length[rank]));

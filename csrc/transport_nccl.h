@@ -47,6 +47,8 @@ class NcclTransport final : public Transport {
       : api_(std::move(api)), size_(size), device_(device), timeout_(timeout), config_(config) {}
   /// Throws unless `result` is, or becomes within the time-out, a success. Holds mutex_.
   void check(nccl::Result result, const char* what);
+  /// Returns when the current stream has come this far; throws after the time-out, or when the communicator has an error.
+  void wait_for_stream(const char* what);
   nccl::Stream current_stream() const;
 
   std::shared_ptr<const nccl::Api> api_;
