@@ -52,7 +52,11 @@ def test_every_instruction_set_writes_the_same_bytes(codec, stochastic):
         _native.C.pack(handle, gradients, payload, 0.5, None, residuals, key, sums, cpu_level=level)
         out = torch.empty(handle.chunk_bytes, dtype=torch.uint8)
         _native.C.reduce(handle, 0, [payload, payload], out, 0.5, residuals, key, None, cpu_level=level)
-        results.append([payload, out, sums, *residuals])
+        written = [torch.empty_like(g) for g in gradients]
+        partials, found = torch.zeros(handle.num_partials, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)
+        squares = torch.zeros(3, dtype=torch.float64)
+        _native.C.unpack(handle, out, written, partials, found, True, squares, cpu_level=level)
+        results.append([payload, out, sums, *residuals, *written, partials, found, squares])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
 

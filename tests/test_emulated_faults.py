@@ -222,3 +222,52 @@ def test_close_does_not_wait_long_for_a_peer_that_is_gone():
     (result,) = run_emulated(leave, args=("peer",))
     assert result["nan"] and result["failed"] and not result["error"]
     assert result["seconds"] < TIMEOUT_S + 2.0
+
+
+def lose_the_device(_rank: int, _world_size: int, when: str) -> dict[str, Any]:
+    """The device answers with an error: before a bucket is handed over, while one is under way, or when the engine is closed."""
+    emulation = emulated.load()
+    threads_before = names_of_threads().count("gsync_watchdog")
+    ranks = make_ranks(2, "bf16", "scatter_gather", NUMELS, timeout_s=TIMEOUT_S)
+    given = [rows(NUMELS, one) for one in range(2)]
+    train(ranks, [given], BOUNDS)
+    buckets = []
+    for one in ranks:
+        for index, (begin, end) in enumerate(BOUNDS):
+            buffer = torch.cat(given[one.rank][begin:end]).to(one.device)
+            bucket = emulation.grad_bucket(index, (begin, end) == BOUNDS[-1], buffer, one.parameters[begin:end])
+            buckets.append((one, bucket))
+    if when != "before":  # held, so that it is under way still
+        for one in ranks:
+            emulation.hold(one.rank, True)
+    if when == "before":
+        emulation.lose(True)
+    submitted: list[list[Any]] = [[], []]
+    for one, bucket in buckets if when != "idle" else ():
+        submitted[one.rank].append((None, one.engine.submit(bucket)))
+    emulation.lose(True)
+    errors = [("", "", 0.0)] * 2
+    if when in ("before", "under way"):
+        errors = on_every_rank(ranks, lambda one: error_of(one, [] if when == "under way" else submitted[one.rank]))
+    started = time.monotonic()
+    on_every_rank(ranks, lambda one: one.engine.close())
+    seconds = time.monotonic() - started
+    emulation.lose(False)
+    for one in ranks:
+        emulation.hold(one.rank, False)
+    submitted.clear()
+    return {
+        "errors": errors,
+        "seconds": seconds,
+        "communicators": emulation.live_communicators(),
+        "threads": names_of_threads().count("gsync_watchdog") - threads_before,
+    }
+
+
+@pytest.mark.parametrize("when", ["before", "under way", "closing", "idle"])
+def test_a_device_that_is_lost_is_an_error_and_no_hang(when):
+    (result,) = run_emulated(lose_the_device, args=(when,))
+    for name, text, seconds in result["errors"] if when in ("before", "under way") else ():
+        assert name == "SyncError" and "the emulated device is lost" in text and seconds < TIMEOUT_S
+    assert result["seconds"] < TIMEOUT_S + 1.0
+    assert result["communicators"] == 0 and result["threads"] == 0

@@ -204,6 +204,34 @@ def test_values_that_vanish_in_fp16_are_counted_and_warned_of_once():
         assert len(messages) == 1 and "bf16" in messages[0]
 
 
+def vanishing_in_the_hook(rank: int, world_size: int):
+    """What the hook, in a thread of autograd's, says of values that vanish; and whether it stops where warnings are errors."""
+    import sys
+    import warnings
+
+    told = []
+    for action in ("always", "error"):
+        module = Listed((1000,))
+        engine = make_engine(module, rank, world_size, "fp16")
+        ddp = make_ddp(module, engine)
+        unraisable: list[str] = []
+        before, sys.unraisablehook = sys.unraisablehook, lambda args, found=unraisable: found.append(str(args.exc_value))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            for _ in range(3):
+                ddp([torch.full((1000,), 1e-9)]).backward()
+        sys.unraisablehook = before
+        told.append([str(warning.message) for warning in caught] + unraisable)
+        assert not module.parts[0].grad.any()
+    return told
+
+
+def test_the_hook_warns_once_of_values_that_vanish_and_goes_on():
+    for told in run_on_ranks(vanishing_in_the_hook, 2):
+        for messages in told:
+            assert len(messages) == 1 and "became zero in fp16" in messages[0]
+
+
 def through_python(rank: int, world_size: int):
     module = Listed(NUMELS)
     engine = make_engine(module, rank, world_size, "fp32")

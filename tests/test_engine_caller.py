@@ -28,12 +28,12 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make(module):
+def make(module, owned=False, exchange="all_reduce"):
     transport = _native.C.C10dTransport(
-        main=dist.group.WORLD, gather=dist.group.WORLD, rank=0, size=2, timeout_s=5.0, owned=False
+        main=dist.group.WORLD, gather=dist.group.WORLD, rank=0, size=2, timeout_s=5.0, owned=owned
     )
     engine = _native.C.Engine(
-        transport, device="cpu", world_size=2, rank=0, exchange="all_reduce", scale=0.5, slice_bytes=100_000, timeout_s=5.0
+        transport, device="cpu", world_size=2, rank=0, exchange=exchange, scale=0.5, slice_bytes=100_000, timeout_s=5.0
     )
     named = list(module.named_parameters())
     engine.set_parameters([parameter for _, parameter in named], [name for name, _ in named], ["fp32"] * len(named))
@@ -51,6 +51,49 @@ def test_collectives_of_other_libraries_run_in_the_calling_thread(group):
     stats = engine.stats()
     assert stats["steps"] == 1 and stats["wire_bytes"] > 0 and stats["exposed_ms"] > 0
     engine.close()
+
+
+def test_all_exchanges_ask_such_a_library(group):
+    module = Listed((100,))
+    engine = make(module, exchange="scatter_gather")
+    ddp = torch.nn.parallel.DistributedDataParallel(module)
+    _native.C.register_ddp_hook(ddp.reducer, lambda: engine)
+    ddp(rows((100,), 0)).backward()
+    assert engine.stats()["steps"] == 1  # what the fake library leaves in the buffers is anything
+    engine.close()
+
+
+def test_a_library_that_fails_is_an_error_of_the_step(group):
+    """The group is owned, and the library cannot abort it: letting go is all there is."""
+    module = Listed((100,))
+    ddp = torch.nn.parallel.DistributedDataParallel(module)
+    engine = make(module, owned=True)
+    _native.C.register_ddp_hook(ddp.reducer, lambda: engine)
+    ddp(rows((100,), 0)).backward()
+    engine.abort("enough")
+    with pytest.raises(SyncError, match="enough"):
+        ddp(rows((100,), 0)).backward()
+    assert module.parts[0].grad.isnan().all()
+    engine.close()
+
+
+def test_a_transport_that_was_aborted_says_so(group):
+    module = Listed((100,))
+    transport = _native.C.C10dTransport(dist.group.WORLD, dist.group.WORLD, 0, 2, 5.0, owned=False)
+    engine = _native.C.Engine(transport, "cpu", 2, 0, "all_reduce", 0.5, 100_000, 5.0)
+    engine.set_parameters(list(module.parameters()), ["a"], ["fp32"])
+    ddp = torch.nn.parallel.DistributedDataParallel(module)
+    _native.C.register_ddp_hook(ddp.reducer, lambda: engine)
+    transport.abort()
+    with pytest.raises(SyncError, match="the process group was aborted"):
+        ddp(rows((100,), 0)).backward()
+    assert engine.failed and module.parts[0].grad.isnan().all()
+    engine.close()
+
+
+def test_a_library_of_nccl_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match=r"cannot load NCCL: libgsync-has-none\.so"):
+        _native.C.NcclTransport(dist.HashStore(), 0, 1, "cpu", 1.0, library="libgsync-has-none.so")
 
 
 def buckets_of(module):

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import Listed, make_ddp, make_engine, rows
+from engine_setup import Listed, make_ddp, make_engine, make_transport, rows
 from ranks import run_on_ranks, watch_ranks
 
 from gsync import _native
@@ -72,6 +72,38 @@ def test_a_late_rank_is_a_timeout_on_every_rank(exchange):
         assert seconds < 4.0
     assert "SyncTimeoutError" in {results[0][0], results[2][0]}
     assert results[1][3] < 1.0  # the late rank finds the others gone at once
+
+
+def a_library_that_does_not_notice(rank: int, world_size: int):
+    """The collective's own time-out is far longer than the engine's."""
+    module = Listed((1000,))
+    transport = make_transport(rank, world_size, 20.0)
+    engine = _native.C.Engine(transport, "cpu", world_size, rank, "all_reduce", 0.5, 1 << 20, 0.5)
+    engine.set_parameters(list(module.parameters()), ["a"], ["bf16"])
+    ddp = make_ddp(module, engine)
+    for _ in range(2):  # DDP makes its buckets anew in the second step, and waits for the other rank there
+        assert backward_of(ddp, (1000,), rank) is None
+    if rank == 1:
+        time.sleep(2.5)
+    started = time.monotonic()
+    error = backward_of(ddp, (1000,), rank)
+    return (*told(error, engine), time.monotonic() - started, grads_are_nan(module))
+
+
+def backward_of(ddp, numels, rank: int) -> BaseException | None:
+    try:
+        ddp(rows(numels, rank)).backward()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_a_library_that_does_not_notice_is_left_after_the_engines_time_out():
+    # The other may still get the mean: what rank 0 had given to Gloo goes on there until it ends.
+    (name, text, repeated, seconds, is_nan), _ = run_on_ranks(a_library_that_does_not_notice, 2)
+    assert name == "SyncTimeoutError" and "timed out after 0.5" in text and "in a collective over gloo" in text
+    assert repeated and is_nan
+    assert 1.0 < seconds < 2.5  # with a second's grace for a library that reports it in its own words
 
 
 def die(rank: int, world_size: int, exchange: str):

@@ -3,14 +3,16 @@
 # ruff: noqa: B023 (what captures a loop variable is called in the same round)
 
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import assert_same_on_all_ranks, batch, gradients, mlp
-from ranks import watch_ranks
+from ranks import run_on_ranks, watch_ranks
 from reducer_cases import alone, assert_gradients, each_engine
+from torch.utils.checkpoint import checkpoint
 
 import gsync
 
@@ -156,3 +158,67 @@ def test_a_rank_that_makes_no_reducer(backend):
     outcomes = watch_ranks(_late_at_construction, 2, 60, args=(backend,), group_timeout_s=30)
     assert outcomes[0].error is None, outcomes[0].error
     assert outcomes[0].value < 1.5 + MARGIN_S and [outcome.exit_code for outcome in outcomes] == [0, 0]
+
+
+class Toggled(torch.nn.Module):
+    """A checkpointed block that is used once, or twice; and a layer that is frozen at first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.block, self.frozen = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.on_gradient = lambda gradient: None
+
+    def forward(self, x, times=1):
+        x = self.frozen(self.first(x))
+        x.register_hook(lambda gradient: self.on_gradient(gradient))
+        for _ in range(times):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x.square().sum()
+
+
+def unfreeze(model):
+    model.frozen.requires_grad_(True)  # and no value: a hook's would take the gradient's place
+
+
+def _turn(rank, world_size, backend, kind):
+    """Three steps that are alike, then one that is not."""
+    model = Toggled()
+    reducer = gsync.GradReducer(model, codec="fp32", backend=backend, bucket_mb=1e-6)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+    model.zero_grad()
+    if kind == "frozen":  # the graph has it; the step that began with the block's gradients does not
+        model.frozen.requires_grad_(True)
+        loss = model(x)
+        model.frozen.requires_grad_(False)
+        model.on_gradient = lambda gradient: unfreeze(model)
+    else:
+        loss = model(x, times=2)
+    with pytest.raises(gsync.SyncError) as caught:
+        loss.backward()
+    assert model.first.weight.grad is None or model.first.weight.grad.isnan().all()
+    reducer.reset()
+    model.frozen.requires_grad_(False)
+    model.on_gradient = lambda gradient: None
+    model.zero_grad()
+    model(x).backward()
+    assert_same_on_all_ranks(gradients(model))
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    return str(caught.value)
+
+
+@engines
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("frozen", "parameter 'frozen.*' was unfrozen while the backward pass was under way"),
+        ("twice", "parameter 'block.*' got a second gradient in one backward pass, after the first had been sent"),
+    ],
+)
+def test_a_backward_pass_that_is_not_like_those_before_is_an_error(backend, kind, words):
+    for message in run_on_ranks(_turn, 2, args=(backend, kind)):
+        assert re.search(words, message), message

@@ -37,6 +37,7 @@ class Addresses {
 };
 
 void launch(c10::Stream stream, std::function<void()> kernel) {
+  check_device();
   TORCH_CHECK(!launch_fault().strikes(), "a planted launch failure");
   count(&Counters::launches);
   enqueue(stream, std::move(kernel));
@@ -127,6 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("take_sites", &take_sites);
   module.def("fail_allocation", [](int64_t after) { allocation_fault().arm(after); });
   module.def("fail_launch", [](int64_t after) { launch_fault().arm(after); });
+  module.def("lose", &lose);
   module.def("plant_nccl_fault", &plant_nccl_fault);
   module.def("stream_backend", &make_stream_backend);
   module.def("live_communicators", &live_communicators);

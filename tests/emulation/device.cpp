@@ -33,15 +33,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int /*priority*/) const override { return new_stream(device.index()); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return native_handle(stream); }
-  bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream); }
+  bool queryStream(const c10::Stream& stream) const override {
+    check_device();
+    return is_idle(stream);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    check_device();
+    synchronize(stream);
+  }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*device*/, c10::EventFlag /*flag*/) const override {
+    check_device();
     if (*event == nullptr) *event = new Event;
     emulation::record(*static_cast<Event*>(*event), stream);
   }
-  void block(void* event, const c10::Stream& stream) const override { emulation::block(*static_cast<Event*>(event), stream); }
-  bool queryEvent(void* event) const override { return has_passed(*static_cast<Event*>(event)); }
+  void block(void* event, const c10::Stream& stream) const override {
+    check_device();
+    emulation::block(*static_cast<Event*>(event), stream);
+  }
+  bool queryEvent(void* event) const override {
+    check_device();
+    return has_passed(*static_cast<Event*>(event));
+  }
   void synchronizeEvent(void* event) const override { wait_on_host(*static_cast<Event*>(event)); }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* stop, c10::DeviceIndex /*device*/) const override {
@@ -106,6 +119,7 @@ struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kDeviceType, current_device());
     if (bytes == 0) return {nullptr, nullptr, &free_nothing, device};
+    check_device();
     count(&Counters::allocations);
     TORCH_CHECK_WITH(OutOfMemoryError, !allocation_fault().strikes(), "out of memory on ", device, ": ", bytes, " bytes");
     auto* data = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));

@@ -134,6 +134,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::Stream stream = current_stream(device.index());
   auto values = std::make_shared<torch::jit::Stack>();
   for (const c10::IValue& value : given) values->push_back(value_on_cpu(value));
+  check_device();
   count(&Counters::operations);
   enqueue(stream, [op, values] { run_on_cpu(op, values.get()); });
   const auto written = written_arguments(schema);
@@ -170,6 +171,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::Device device = to.device().type() == kDeviceType ? to.device() : from.device();
   const c10::Stream stream = current_stream(device.index());
+  check_device();
   count(&Counters::operations);
   enqueue(stream, [from = on_cpu(from), to = on_cpu(to)]() mutable {
     const c10::AutoGradMode no_grad(false);

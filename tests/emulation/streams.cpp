@@ -30,6 +30,7 @@ struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
   bool is_shut_down = false;
+  bool is_lost = false;
   std::string error;
   Counters counters;
   Fault allocation_fault;
@@ -289,6 +290,17 @@ bool Fault::strikes() {
   std::lock_guard<std::mutex> lock(shared().mutex);
   return left_ >= 0 && left_-- == 0;
 }
+
+void lose(bool is_lost) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().is_lost = is_lost;
+}
+
+void check_device() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  TORCH_CHECK(!shared().is_lost, "the emulated device is lost");
+}
+
 Fault& allocation_fault() { return shared().allocation_fault; }
 Fault& launch_fault() { return shared().launch_fault; }
 

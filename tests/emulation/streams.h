@@ -87,6 +87,10 @@ class Fault {
  private:
   int64_t left_ = -1;
 };
+/// From then on the device answers everything with an error, as CUDA does once a kernel has gone wrong.
+void lose(bool is_lost);
+/// Throws when the device is lost.
+void check_device();
 Fault& allocation_fault();
 Fault& launch_fault();
 
