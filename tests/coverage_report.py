@@ -45,6 +45,7 @@ def main(tests: Sequence[str]) -> int:
     for name in COPIED:
         if (ROOT / name).is_dir():
             left_out = shutil.ignore_patterns("*.so", "__pycache__", "_build_info.py")
+            shutil.rmtree(tree / name, ignore_errors=True)  # files that are gone by now
             shutil.copytree(ROOT / name, tree / name, dirs_exist_ok=True, ignore=left_out)
         else:
             shutil.copy2(ROOT / name, tree / name)

@@ -231,6 +231,7 @@ def test_offsets_beyond_two_to_the_31_are_exact():
     ("arguments", "message"),
     [
         (([], 0), "num_chunks is 0, expected at least 1"),
+        (([], 4, 0, 1, 3), "num_shards is 3, expected a divisor of num_chunks, 4"),
         (([], 1, 0, 0), "num_slices is 0, expected at least 1"),
         (([], 1, 2, 2), "slice_idx is 2, expected 0 to 1"),
         (([Segment(-1, 0, 0, 0)], 1), r"numels\[0\] is -1, expected 0 or more"),
@@ -246,5 +247,6 @@ def test_wrong_arguments_are_named(arguments, message):
         build_layout(*arguments)
     native = pytest.importorskip("gsync._C", reason="built without the extension")
     segments, *rest = arguments
+    shards = {"num_shards": rest.pop()} if len(rest) == 4 else {}
     with pytest.raises(ValueError, match=message):
-        native.layout(*columns(segments), *rest, block_sizes=[s.block_size for s in segments])
+        native.layout(*columns(segments), *rest, block_sizes=[s.block_size for s in segments], **shards)

@@ -12,6 +12,7 @@ from ranks import run_on_ranks
 from reducer_cases import each_engine
 
 import gsync
+from gsync import _native
 from gsync.spans import SpanBook
 from gsync.stats import BucketStats, SyncStats, add_totals
 
@@ -172,3 +173,10 @@ def test_no_arrivals_without_times():
     assert stats.late_ms is None
     stats.set_arrivals([3.0, 1.0, 2.0])
     assert (stats.late_ms, stats.slowest_rank, stats.arrival_spread_ms) == ([0.0, 2.0, 1.0], 1, 2.0)
+
+
+@pytest.mark.skipif(_native.C is None, reason=_native.MISSING or "native build")
+def test_times_of_a_bucket_cost_less_than_it_could_matter():
+    """Seconds for so many buckets: microseconds for each, in proportion."""
+    few, many = (min(_native.C.cost_of_clock(number) for _ in range(5)) for number in (100, 10_000))
+    assert 10 * few < many < 1e-4 * 10_000

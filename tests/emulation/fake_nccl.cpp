@@ -81,7 +81,8 @@ class Call {
       };
     }
     emulation::enqueue(emulation::stream_of(stream), std::move(operation));
-    comm_->polls_left = static_cast<int>(comm_->random() % 3);
+    // An error beside the calls is not told by the call.
+    comm_->polls_left = is_lost ? 0 : static_cast<int>(comm_->random() % 3);
     return comm_->polls_left > 0 ? kInProgress : kSuccess;
   }
   const std::shared_ptr<Communicator>& comm() const { return comm_; }

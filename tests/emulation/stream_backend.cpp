@@ -53,6 +53,9 @@ class StreamBackend final : public c10d::Backend {
       : c10d::Backend(host->getRank(), host->getSize()), host_(std::move(host)) {}
 
   const std::string getBackendName() const override { return "emulated"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(getBackendName(), std::chrono::seconds(20));  // as those of `host`
+  }
 
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
     return on_stream(tensors.front(), [tensors = on_host(tensors), options](c10d::Backend& host) mutable {
