@@ -255,7 +255,11 @@ def lose_the_device(_rank: int, _world_size: int, when: str) -> dict[str, Any]:
     emulation.lose(False)
     for one in ranks:
         emulation.hold(one.rank, False)
+    # A device that is lost does no more. This one comes back: what it was given may end before its memory goes.
+    emulation.settle(5_000)
     submitted.clear()
+    buckets.clear()
+    emulation.take_error()
     return {
         "errors": errors,
         "seconds": seconds,
