@@ -13,6 +13,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <string>
 #include <utility>
 
 namespace gsync {
@@ -78,8 +79,8 @@ at::Tensor on_device(const std::vector<int64_t>& values, c10::Device device) {
 
 }  // namespace
 
-Parameters::Parameters(const Exchange& exchange, c10::Device device, PlanOptions options)
-    : exchange_(exchange), device_(device), options_(options) {
+Parameters::Parameters(Exchanges& exchanges, std::string exchange, c10::Device device, PlanOptions options)
+    : exchanges_(exchanges), exchange_(std::move(exchange)), device_(device), options_(options) {
   if (options_.measure_error) retired_errors_ = at::zeros({2, kErrorSums}, doubles_on(device_));
 }
 
@@ -93,10 +94,11 @@ void Parameters::set(const ParameterTable& given) {
   const size_t count = given.parameters.size();
   const auto fits = [count](size_t size) { return size == 0 || size == count; };
   TORCH_CHECK_VALUE(given.names.size() == count && given.codecs.size() == count && fits(given.block_sizes.size()) &&
-                        fits(given.residuals.size()),
-                    "Engine.set_parameters: expected as many names, codecs, block sizes and residuals as parameters, got ", count,
-                    " parameters, ", given.names.size(), " names, ", given.codecs.size(), " codecs, ", given.block_sizes.size(),
-                    " block sizes, ", given.residuals.size(), " residuals");
+                        fits(given.residuals.size()) && fits(given.exchanges.size()),
+                    "Engine.set_parameters: expected as many names, codecs, block sizes, residuals and exchanges as parameters, ",
+                    "got ", count, " parameters, ", given.names.size(), " names, ", given.codecs.size(), " codecs, ",
+                    given.block_sizes.size(), " block sizes, ", given.residuals.size(), " residuals, ", given.exchanges.size(),
+                    " exchanges");
   const std::vector<std::string>& names = given.names;
   std::vector<size_t> by_name(count);
   std::iota(by_name.begin(), by_name.end(), size_t{0});
@@ -107,16 +109,18 @@ void Parameters::set(const ParameterTable& given) {
     const size_t i = by_name[idx];
     TORCH_CHECK_VALUE(idx == 0 || names[by_name[idx - 1]] != names[i], "Engine.set_parameters: two parameters are named ",
                       names[i]);
+    const Exchange& exchange = exchanges_.get(given.exchanges.empty() ? exchange_ : given.exchanges[i]);
     Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(given.parameters[i].getIntrusivePtr()),
                 hash64(names[i]),
                 codec_of(given.codecs[i]),
+                &exchange,
                 given.block_sizes.empty() ? 0 : given.block_sizes[i],
                 static_cast<int64_t>(idx),
                 given.residuals.empty() ? Residual{} : given.residuals[i].value_or(Residual{})};
-    TORCH_CHECK_VALUE(is_elementwise(entry.codec) || !exchange_.encodes() || !exchange_.one_codec(),
+    TORCH_CHECK_VALUE(is_elementwise(entry.codec) || !exchange.encodes() || !exchange.one_codec(),
                       "Engine.set_parameters: codec ", given.codecs[i], " of parameter ", names[i],
                       " needs scatter_gather: libraries cannot sum it");
-    TORCH_CHECK_VALUE(entry.codec != Kind::kFp16 || !exchange_.packs_uncompressed(),
+    TORCH_CHECK_VALUE(entry.codec != Kind::kFp16 || !exchange.packs_uncompressed(),
                       "Engine.set_parameters: codec fp16 of parameter ", names[i],
                       " does not go with hierarchical, which does not count what vanishes; expected bf16");
     const bool is_new = table.emplace(given.parameters[i].unsafeGetTensorImpl(), std::move(entry)).second;
@@ -167,9 +171,10 @@ void Parameters::add_residual(Part& part, const Segment& segment, const Residual
   part.sender_residuals.push_back(nullptr);
   part.reducer_residuals.push_back(nullptr);
   if (!residual.sender.defined()) return;
-  const int64_t num_shards = exchange_.num_shards();
-  const Run sent = num_shards > 1 ? shard_of(segment, exchange_.my_shard(), num_shards) : Run{0, segment.numel};
-  const Run held = share_of(segment, exchange_.my_chunk(), exchange_.num_chunks(), num_shards);
+  const Exchange& exchange = *part.exchange;
+  const int64_t num_shards = exchange.num_shards();
+  const Run sent = num_shards > 1 ? shard_of(segment, exchange.my_shard(), num_shards) : Run{0, segment.numel};
+  const Run held = share_of(segment, exchange.my_chunk(), exchange.num_chunks(), num_shards);
   // As the address of element 0, though only the elements of `run` are there.
   const auto address = [this](const at::Tensor& memory, Run run) -> float* {
     TORCH_CHECK_VALUE(memory.defined() && memory.scalar_type() == at::kFloat && memory.is_contiguous() &&
@@ -187,9 +192,9 @@ void Parameters::add_error_tables(Part& part, const Layout& layout) const {
   const auto& first_tile = layout.chunk_first_tile;
   const auto tiles_of = [&](int64_t chunk, int64_t count) { return first_tile[chunk + count] - first_tile[chunk]; };
   const int64_t per_shard = layout.chunks_per_shard();
-  part.pack_errors.push_back(zeros(tiles_of(exchange_.my_shard() * per_shard, per_shard)));
-  if (exchange_.num_chunks() == 1) return;
-  part.reduce_errors.push_back(zeros(tiles_of(exchange_.my_chunk(), 1)));
+  part.pack_errors.push_back(zeros(tiles_of(part.exchange->my_shard() * per_shard, per_shard)));
+  if (part.exchange->num_chunks() == 1) return;
+  part.reduce_errors.push_back(zeros(tiles_of(part.exchange->my_chunk(), 1)));
 }
 
 void Parameters::retire(const BucketPlan& plan) {
@@ -256,7 +261,8 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
     int64_t numel = 0;
     Part part;
   };
-  std::map<int, Draft> drafts;  // by codec where a payload has one, else a single one
+  // By exchange, and by codec where a payload has one. In the order of names, which is the same on every rank.
+  std::map<std::pair<std::string, int>, Draft> drafts;
   int64_t numel = 0;
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
     const at::Tensor& parameter = bucket.parameters[i];
@@ -266,13 +272,15 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
     // DDP gives a complex parameter a buffer of real numbers, in pairs.
     const bool in_pairs = parameter.is_complex() && !at::isComplexType(bucket.dtype());
     const int64_t segment_numel = parameter.numel() * (in_pairs ? 2 : type.per_element);
-    Kind codec = exchange_.encodes() ? entry->second.codec : Kind::kFp32;
+    const Exchange& exchange = *entry->second.exchange;
+    Kind codec = exchange.encodes() ? entry->second.codec : Kind::kFp32;
     if (!is_elementwise(codec) && !has_started) codec = Kind::kBf16;
-    Draft& draft = drafts[exchange_.one_codec() ? static_cast<int>(codec) : 0];
+    Draft& draft = drafts[{exchange.name(), exchange.one_codec() ? static_cast<int>(codec) : 0}];
+    draft.part.exchange = &exchange;
     draft.segments.push_back(
         {segment_numel, type.dtype, codec, entry->second.name_hash, is_elementwise(codec) ? 0 : entry->second.block_size});
     draft.numel += segment_numel;
-    if (has_started && exchange_.encodes()) add_residual(draft.part, draft.segments.back(), entry->second.residual);
+    if (has_started && exchange.encodes()) add_residual(draft.part, draft.segments.back(), entry->second.residual);
     draft.part.offsets.push_back(numel * type.bytes);
     draft.part.parameter_idx.push_back(static_cast<int64_t>(i));
     draft.part.norm_idx.push_back(entry->second.norm_idx);
@@ -283,32 +291,33 @@ std::shared_ptr<BucketPlan> Parameters::make_plan(const Bucket& bucket, bool has
                     " has ", bucket.buffer.numel() * type.per_element, " elements, its parameters ", numel);
 
   // 2. Cut each part into slices, all of them with the same tables of sums.
-  for (auto& [codec, draft] : drafts) {
+  for (auto& [key, draft] : drafts) {
     Part& part = draft.part;
+    const Exchange& exchange = *part.exchange;
     const auto is_kept = [](const Residual& residual) { return residual.sender.defined(); };
     if (std::none_of(part.residuals.begin(), part.residuals.end(), is_kept)) {
       part.sender_residuals.clear();
       part.reducer_residuals.clear();
     }
-    part.in_place = !bucket.gradients && device_.is_cpu() && drafts.size() == 1 && exchange_.num_chunks() == 1 &&
+    part.in_place = !bucket.gradients && device_.is_cpu() && drafts.size() == 1 && exchange.num_chunks() == 1 &&
                     type.dtype == Dtype::kFp32 && draft.segments.front().codec == Kind::kFp32;
     const int64_t num_tiles = std::max<int64_t>(1, ceil_div(draft.numel, kTileElements));
     const int64_t num_slices = std::clamp<int64_t>(ceil_div(draft.numel * type.bytes, options_.slice_bytes), 1, num_tiles);
     for (int64_t slice = 0; slice < num_slices; ++slice) {
-      auto layout = std::make_shared<Layout>(
-          build_layout(draft.segments, exchange_.num_chunks(), slice, num_slices, exchange_.num_shards()));
+      auto layout =
+          std::make_shared<Layout>(build_layout(draft.segments, exchange.num_chunks(), slice, num_slices, exchange.num_shards()));
       if (part.in_place) *layout = in_place_layout(std::move(*layout), part.offsets);
       if (slice == 0) {
         part.partials = at::zeros({layout->num_partials}, doubles_on(device_));
         part.sum_of_squares = at::zeros({layout->num_segments}, doubles_on(device_));
       }
-      if (options_.measure_error && exchange_.encodes() && !part.in_place) add_error_tables(part, *layout);
+      if (options_.measure_error && exchange.encodes() && !part.in_place) add_error_tables(part, *layout);
       SliceLayout& added = part.slices.emplace_back();
-      if (exchange_.packs_uncompressed()) {
+      if (exchange.packs_uncompressed()) {
         added.uncompressed = std::make_unique<DeviceLayout>(std::make_shared<const Layout>(uncompressed(*layout)), device_);
       }
       added.wire = std::make_unique<DeviceLayout>(std::move(layout), device_);
-      plan->wire_bytes += exchange_.wire_bytes(added);
+      plan->wire_bytes += exchange.wire_bytes(added);
     }
     part.norm_idx_on_device = on_device(part.norm_idx, device_);
     if (draft.numel > 0) plan->parts.push_back(std::move(part));

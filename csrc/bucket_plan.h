@@ -1,6 +1,6 @@
 // What a bucket is made of, and how it is cut: worked out once for each set of parameters that DDP puts into a bucket.
 //
-//   part   segments of a bucket that travel in the same messages: all of them, or under all_reduce those of one codec
+//   part   segments of a bucket that travel in the same messages: all of one exchange, or under all_reduce those of one codec
 //   slice  at most slice_bytes of a part
 //
 // What encoding a parameter lost belongs to the parameter: a plan only points to it, so that DDP may rebuild its buckets.
@@ -42,6 +42,7 @@ struct Residual {
 };
 
 struct Part {
+  const Exchange* exchange = nullptr;
   std::vector<int64_t> offsets;    // bytes from the start of the buffer to each segment
   std::vector<int64_t> parameter_idx;  // of each segment, in the bucket
   std::vector<int64_t> norm_idx;   // of each segment's parameter, in the order of names
@@ -79,17 +80,18 @@ struct ParameterTable {
   std::vector<std::string> names;
   std::vector<std::string> codecs;
   std::vector<int64_t> block_sizes;                 // 0: the codec's own; empty: 0 for all
-  std::vector<std::optional<Residual>> residuals;  // empty: none for all
+  std::vector<std::optional<Residual>> residuals;   // empty: none for all
+  std::vector<std::string> exchanges;               // empty: the default for all
 };
 
 /// The parameters of the model, by identity, and the plans made from them.
 class Parameters {
  public:
-  /// Args: exchange: outlives this
-  Parameters(const Exchange& exchange, c10::Device device, PlanOptions options);
+  /// Args: exchanges: outlives this; exchange: of parameters that are told no other
+  Parameters(Exchanges& exchanges, std::string exchange, c10::Device device, PlanOptions options);
 
   /// Holds the parameters weakly, residuals strongly; forgets all plans.
-  /// Throws c10::ValueError for columns of different lengths, an unknown codec, a name or parameter that comes twice.
+  /// Throws c10::ValueError for columns of different lengths, an unknown codec or exchange, a name or parameter that comes twice.
   void set(const ParameterTable& table);
   int64_t size() const { return static_cast<int64_t>(table_.size()); }
 
@@ -115,6 +117,7 @@ class Parameters {
     c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
     uint64_t name_hash;
     Kind codec;
+    const Exchange* exchange;
     int64_t block_size;
     int64_t norm_idx;
     Residual residual;
@@ -135,7 +138,8 @@ class Parameters {
   void add_error_tables(Part& part, const Layout& layout) const;
   void retire(const BucketPlan& plan);
 
-  const Exchange& exchange_;
+  Exchanges& exchanges_;
+  std::string exchange_;
   c10::Device device_;
   PlanOptions options_;
   at::Tensor retired_errors_;  // as error_sums(), of plans that are forgotten

@@ -74,6 +74,18 @@ Trace PhaseClock::take_trace() {
   return std::exchange(trace_, {});
 }
 
+void PhaseClock::time_steps() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  step_times_ = {};
+  timing_steps_ = true;
+}
+
+StepTimes PhaseClock::take_step_times() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  timing_steps_ = false;
+  return std::exchange(step_times_, {});
+}
+
 // ---- host ----
 
 HostClock::OpenBucket& HostClock::open_of(int32_t bucket) {
@@ -88,6 +100,11 @@ void HostClock::ready(const SpanOf& of, bool /*is_last*/, const c10::Stream& /*p
   if (under_way_ == 0 && of.bucket > 0) report_.waiting_ms += ms_since(last_done_, now);
   count_hand_over();
   open_of(of.bucket).ready = now;
+  if (of.bucket == 0) step_began_ = timing_steps_ ? std::optional(now) : std::nullopt;
+  if (!step_began_) return;
+  auto& ready_ms = step_times_.ready_ms;
+  ready_ms.resize(std::max(ready_ms.size(), static_cast<size_t>(of.bucket) + 1));
+  ready_ms[of.bucket] += ms_since(*step_began_, now);
 }
 
 void HostClock::begin(Phase phase, const SpanOf& of) {
@@ -126,6 +143,7 @@ void HostClock::done(const SpanOf& of, bool is_last) {
   times_of(of.bucket)[idx(Phase::kBucket)] += ms;
   report_.ms[idx(Phase::kBucket)] += ms;
   if (is_last) report_.ms[idx(Phase::kExposed)] += ms;
+  if (is_last && step_began_ && timing_steps_) step_times_.ms.push_back(ms_since(*step_began_, last_done_));
   if (!tracing_) return;
   add_span(Phase::kBucket, of, ns_of(ready), ns_of(last_done_));
   if (is_last) add_span(Phase::kExposed, of, ns_of(ready), ns_of(last_done_));
@@ -163,11 +181,12 @@ std::unique_ptr<c10::Event> StreamClock::new_event() {
   return event;
 }
 
-void StreamClock::ready(const SpanOf& /*of*/, bool is_last, const c10::Stream& producer) {
+void StreamClock::ready(const SpanOf& of, bool is_last, const c10::Stream& producer) {
   std::lock_guard<std::mutex> lock(mutex_);
   resolve();  // which buckets have ended
   count_hand_over();
   if (is_last || tracing_) begin_on(Phase::kBucket, producer);
+  if (of.bucket == 0 && timing_steps_) begin_on(Phase::kStep, producer);
 }
 
 void StreamClock::begin(Phase phase, const SpanOf& /*of*/) {
@@ -208,6 +227,7 @@ void StreamClock::done(const SpanOf& of, bool is_last) {
     ++pending_.back().ends;
   }
   end_span(is_last ? Phase::kExposed : Phase::kBucket, of);
+  if (is_last) end_span(Phase::kStep, of);
 }
 
 void StreamClock::resolve() {
@@ -221,8 +241,12 @@ void StreamClock::resolve() {
 }
 
 void StreamClock::count(Span& span) {
-  const bool is_stage = span.phase != Phase::kBucket && span.phase != Phase::kExposed;
   const double ms = span.start->elapsedTime(*span.stop);
+  if (span.phase == Phase::kStep) {
+    if (timing_steps_) step_times_.ms.push_back(ms);
+    return;
+  }
+  const bool is_stage = span.phase != Phase::kBucket && span.phase != Phase::kExposed;
   if (span.phase != Phase::kBucket) report_.ms[idx(span.phase)] += ms;
   if (is_stage) times_of(span.of.bucket)[idx(span.phase)] += ms;
   under_way_ -= span.ends;

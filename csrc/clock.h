@@ -19,8 +19,9 @@ namespace gsync {
 /// kExchange: from a slice's first collective to its result, counted once where slices overlap.
 /// kExposed: from the hand-over of a step's last bucket to its end, when backward has nothing left to hide it behind.
 /// kBucket: from the hand-over of any bucket, when its gradients are ready, to its end; on a device in traces only.
-enum class Phase { kPack = 0, kExchange = 1, kUnpack = 2, kExposed = 3, kBucket = 4 };
-inline constexpr size_t kNumPhases = 5;
+/// kStep: from the hand-over of a step's first bucket to the end of its last; while steps are timed only, and in no trace.
+enum class Phase { kPack = 0, kExchange = 1, kUnpack = 2, kExposed = 3, kBucket = 4, kStep = 5 };
+inline constexpr size_t kNumPhases = 6;
 
 /// What a span is a part of. `slice` counts through the whole bucket.
 struct SpanOf {
@@ -53,6 +54,13 @@ struct ClockReport {
   int64_t max_queued = 0;
 };
 
+/// Of the steps that began and ended since they are timed.
+struct StepTimes {
+  std::vector<double> ms;  // kStep of each
+  std::vector<double>
+      ready_ms;  // by bucket: from the hand-over of the first to its own, summed over the steps; empty on a device
+};
+
 /// Safe to call from several threads. Allocates nothing once every bucket has been seen, but for a trace.
 class PhaseClock {
  public:
@@ -73,6 +81,10 @@ class PhaseClock {
   virtual Trace take_trace();
   /// Whether every span that has been ended is in the totals.
   virtual bool drained() { return true; }
+  /// Times steps from now on: StepTimes of zero. On a device it costs two events a step.
+  void time_steps();
+  /// Ends that; returns what was timed. On a device only steps that have passed are in it: see drained().
+  StepTimes take_step_times();
 
  protected:
   PhaseTimes& times_of(int32_t bucket);
@@ -82,6 +94,8 @@ class PhaseClock {
   std::mutex mutex_;  // guards everything here and in the subclasses
   ClockReport report_;
   bool tracing_ = false;
+  bool timing_steps_ = false;
+  StepTimes step_times_;
   int64_t under_way_ = 0;  // buckets
 
  private:
@@ -112,6 +126,7 @@ class HostClock final : public PhaseClock {
 
   std::array<Open, kNumPhases> open_{};
   std::vector<OpenBucket> open_buckets_;
+  std::optional<TimePoint> step_began_;  // of a step that is timed
   TimePoint last_done_;
   std::vector<TraceSpan> open_spans_;  // of the trace: begun, not ended
 };

@@ -1,11 +1,8 @@
 #include "engine.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -18,7 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kFp16WarningShare = 0.01;
 // How long close() lets a device end what it was given. Beyond it a peer is gone, and a process that leaves must not wait for it.
 constexpr std::chrono::milliseconds kDrainLimit{5000};
 
@@ -36,7 +32,8 @@ int64_t sparse_bytes(const at::Tensor& gradient) {
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options) : options_(std::move(options)) {
+Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options)
+    : options_(std::move(options)), exchanges_(transport, options_.rank, options_.world_size) {
   TORCH_CHECK_VALUE(options_.world_size >= 1 && options_.rank >= 0 && options_.rank < options_.world_size,
                     "Engine: expected 0 <= rank < world_size, got rank ", options_.rank, ", world_size ", options_.world_size);
   TORCH_CHECK_VALUE(transport || options_.world_size == 1, "Engine: world_size ", options_.world_size, " needs a transport");
@@ -46,12 +43,12 @@ Engine::Engine(std::shared_ptr<Transport> transport, EngineOptions options) : op
 
   pipeline_.device = options_.device;
   pipeline_.scale = static_cast<float>(options_.scale);
-  pipeline_.exchange = make_exchange(options_.exchange, transport, options_.rank, options_.world_size);
+  pipeline_.exchange = &exchanges_.get(options_.exchange);
   pipeline_.transport = std::move(transport);
   pipeline_.rank = options_.rank;
   pipeline_.stochastic = options_.stochastic;
   pipeline_.measure_every = options_.measure_every;
-  parameters_.emplace(*pipeline_.exchange, options_.device,
+  parameters_.emplace(exchanges_, options_.exchange, options_.device,
                       PlanOptions{options_.slice_bytes, options_.start_step, options_.measure_every > 0});
   counters_ = at::zeros({3}, on(options_.device, at::kLong));
   pipeline_.counters = static_cast<int64_t*>(counters_.mutable_data_ptr());
@@ -115,6 +112,12 @@ void Engine::follow_loss_scale(at::Tensor scale, at::Tensor unit) {
 
 c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optional<c10::IValue> result) {
   see_fork();
+  std::exception_ptr refusal;
+  try {
+    call_if_due(bucket);
+  } catch (...) {
+    refusal = std::current_exception();
+  }
   std::lock_guard<std::mutex> lock(submit_mutex_);
   const c10::AutoGradMode no_grad(false);
   auto job = std::make_shared<BucketJob>();
@@ -141,6 +144,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
       give_up({job});
       return future;
     }
+    if (refusal) std::rethrow_exception(refusal);
     // A backward that ended in the middle has left the other ranks waiting for the bucket that was due; what comes now would be
     // summed with it.
     TORCH_CHECK_VALUE(given.index == next_bucket_, "bucket ", next_bucket_, " was due, bucket ", given.index,
@@ -169,6 +173,22 @@ c10::intrusive_ptr<c10::ivalue::Future> Engine::submit(Bucket bucket, std::optio
   }
   executor_->submit(std::move(job));
   return future;
+}
+
+void Engine::call_at(int64_t step, std::function<void()> call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  call_step_ = step;
+  call_ = std::move(call);
+}
+
+void Engine::call_if_due(const Bucket& bucket) {
+  std::function<void()> call;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!call_ || bucket.index != 0 || step_.load() < call_step_ || stopped()) return;
+    call = std::exchange(call_, nullptr);
+  }
+  call();
 }
 
 void Engine::bucket_done(BucketJob& job) {
@@ -278,7 +298,7 @@ void Engine::finish_step_on_host() {
       for (size_t i = 0; i < part.norm_idx.size(); ++i) by_name[part.norm_idx[i]] = of_segment[i];
     }
   }
-  step_plans_.clear();
+  finished_plans_ = std::exchange(step_plans_, {});
   sum_of_squares_ = std::move(sums);
   pipeline_.counters[2] += step_found_nonfinite_ ? 1 : 0;
   found_nonfinite_ = at::zeros({}, on(at::kCPU, at::kBool));
@@ -289,8 +309,7 @@ void Engine::finish_step_on_host() {
 
 void Engine::finish_step_on_device() {
   // On the engine's stream, which the executor has made current.
-  finished_plans_ = std::move(step_plans_);
-  step_plans_.clear();
+  finished_plans_ = std::exchange(step_plans_, {});
   counters_.narrow(0, 2, 1).add_(step_nonfinite_.narrow(0, step_slot_, 1));
   step_slot_ = 1 - step_slot_;
   step_nonfinite_.narrow(0, step_slot_, 1).zero_();
@@ -299,123 +318,8 @@ void Engine::finish_step_on_device() {
   see_arrived_counters();
 }
 
-void Engine::see_counters(const int64_t* counters) {
-  std::copy_n(counters, known_counters_.size(), known_counters_.begin());
-  const double vanished_share =
-      static_cast<double>(known_counters_[1]) / static_cast<double>(std::max<int64_t>(1, known_counters_[0]));
-  if (vanished_share > kFp16WarningShare && !fp16_warned_) {
-    fp16_warned_ = true;
-    fp16_warning_due_.store(true);
-  }
-}
-
-void Engine::see_arrived_counters() {
-  if (!counters_copied_->query()) return;
-  if (counters_copied_->was_marked_for_recording()) {
-    see_counters(static_cast<const int64_t*>(arriving_counters_.const_data_ptr()));
-  }
-  if (!counters_are_newer_) return;
-  const c10::StreamGuard guard(*stream_);
-  arriving_counters_.copy_(counters_, /*non_blocking=*/true);  // the copy before has arrived, so its memory is free
-  counters_copied_->record(*stream_);
-  counters_are_newer_ = false;
-}
-
 c10::Stream Engine::current_stream() const {
   return c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device);
-}
-
-c10::Stream Engine::begin_reading() {
-  const c10::Stream reader = current_stream();
-  step_done_->block(reader);
-  return reader;
-}
-
-void Engine::end_reading(c10::Stream reader) {
-  results_read_->block(reader);  // so that the event stands for those who read before, too
-  results_read_->record(reader);
-}
-
-EngineStats Engine::stats() {
-  at::Tensor errors;
-  if (options_.measure_every > 0) {
-    std::lock_guard<std::mutex> lock(submit_mutex_);
-    if (stream_) step_done_->block(current_stream());
-    errors = parameters_->error_sums();
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (stream_) see_arrived_counters();
-  EngineStats stats = stats_;
-  if (errors.defined()) {
-    errors = errors.cpu();
-    const auto* sums = static_cast<const double*>(errors.const_data_ptr());
-    stats.error_sums.assign(sums, sums + errors.numel());
-  }
-  stats.packed_nonzero = known_counters_[0] - counters_at_reset_[0];
-  stats.packed_vanished = known_counters_[1] - counters_at_reset_[1];
-  stats.nonfinite_steps = known_counters_[2] - counters_at_reset_[2];
-  stats.buffer_bytes = executor_->buffer_bytes();
-  stats.clock = pipeline_.clock->report();
-  return stats;
-}
-
-void Engine::reset_stats() {
-  if (options_.measure_every > 0) {
-    std::lock_guard<std::mutex> lock(submit_mutex_);
-    if (stream_) step_done_->block(current_stream());
-    parameters_->reset_error_sums();
-    if (stream_) {
-      std::lock_guard<std::mutex> results_lock(mutex_);
-      end_reading(current_stream());
-    }
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (stream_) see_arrived_counters();
-  const size_t num_buckets = stats_.by_bucket.size();
-  stats_ = {};
-  stats_.by_bucket.resize(num_buckets);
-  counters_at_reset_ = known_counters_;
-  pipeline_.clock->reset();
-}
-
-void Engine::start_trace(int64_t capacity) {
-  TORCH_CHECK_VALUE(capacity > 0, "Engine.start_trace: capacity must be positive, got ", capacity);
-  const c10::DeviceGuard guard(options_.device);
-  pipeline_.clock->start_trace(static_cast<size_t>(capacity));
-}
-
-Trace Engine::take_trace() {
-  const auto deadline = Clock::now() + options_.timeout;
-  while (!failed() && !pipeline_.clock->drained() && Clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return pipeline_.clock->take_trace();
-}
-
-at::Tensor Engine::sum_of_squares() {
-  raise_pending();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!stream_) return sum_of_squares_.defined() ? sum_of_squares_ : at::zeros({parameters_->size()}, on(at::kCPU, at::kDouble));
-  at::Tensor sums = at::zeros({parameters_->size()}, on(options_.device, at::kDouble));
-  const c10::Stream reader = begin_reading();
-  for (const auto& plan : finished_plans_) {
-    for (const Part& part : plan->parts) {
-      sums.index_copy_(0, part.norm_idx_on_device, part.sum_of_squares);
-    }
-  }
-  end_reading(reader);
-  return sums;
-}
-
-at::Tensor Engine::found_nonfinite() {
-  raise_pending();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_step_ < 0) return at::zeros({}, on(options_.device, at::kBool));
-  if (!stream_) return found_nonfinite_;
-  const c10::Stream reader = begin_reading();
-  at::Tensor found = step_nonfinite_.select(0, 1 - step_slot_).ne(0);
-  end_reading(reader);
-  return found;
 }
 
 // ---- the end ----
@@ -457,6 +361,7 @@ void Engine::close() noexcept {
   if (watchdog_) watchdog_->close();
   executor_->close();
   if (pipeline_.transport) pipeline_.transport->abort();
+  call_at(0, nullptr);
 }
 
 }  // namespace gsync

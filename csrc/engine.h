@@ -26,6 +26,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -87,8 +88,19 @@ class Engine final : private ExecutorEvents {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// See Parameters::set.
+  /// See Parameters::set. From the next bucket on.
   void set_parameters(const ParameterTable& table);
+  /// Calls `call` once: before the first bucket of step `step`, or of the first one after it, in the thread that hands it over and
+  /// with no bucket of that step under way. What it throws fails the engine.
+  void call_at(int64_t step, std::function<void()> call);
+  /// See PhaseClock.
+  void time_steps();
+  /// Waits for the device, no longer than the time-out.
+  StepTimes take_step_times();
+  /// Of each bucket of the last finished step, the positions of its parameters in the order of names.
+  std::vector<std::vector<int64_t>> last_buckets();
+  /// Null for world size 1. Whoever uses it must be sure that no bucket is under way.
+  const std::shared_ptr<Transport>& transport() const { return pipeline_.transport; }
   /// From now on residuals are kept in units of `scale`, which the loss is multiplied by: see Parameters::follow_loss_scale, done
   /// at the first bucket of every step. Both are fp32 [1] on the engine's device.
   void follow_loss_scale(at::Tensor scale, at::Tensor unit);
@@ -136,6 +148,10 @@ class Engine final : private ExecutorEvents {
   bool stopped() const override { return failed() || closed(); }
 
   void set_up_device();
+  /// Makes the call that call_at() was given, if it is due.
+  void call_if_due(const Bucket& bucket);
+  /// Until the clock has counted what the device was given, or the time-out.
+  void wait_for_clock();
   /// In a forked process: fails the engine, and touches neither threads nor connections.
   void see_fork();
   /// The first failure counts.
@@ -154,6 +170,7 @@ class Engine final : private ExecutorEvents {
 
   const pid_t pid_ = getpid();
   EngineOptions options_;
+  Exchanges exchanges_;
   Pipeline pipeline_;
   std::optional<Parameters> parameters_;
   std::unique_ptr<Executor> executor_;
@@ -185,7 +202,9 @@ class Engine final : private ExecutorEvents {
   std::array<int64_t, 3> counters_at_reset_{};
   bool fp16_warned_ = false;
   std::vector<std::shared_ptr<BucketPlan>> step_plans_;  // of the step under way
-  std::vector<std::shared_ptr<BucketPlan>> finished_plans_;  // device: of the last finished step
+  std::vector<std::shared_ptr<BucketPlan>> finished_plans_;  // of the last finished step
+  int64_t call_step_ = 0;
+  std::function<void()> call_;
   int64_t finished_step_ = -1;
   bool step_found_nonfinite_ = false;  // host
   at::Tensor sum_of_squares_;  // host

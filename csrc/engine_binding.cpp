@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -91,13 +92,40 @@ class LiveEngines {
 using OptionalPair = std::optional<std::pair<at::Tensor, at::Tensor>>;
 
 void set_parameters(Engine& engine, std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                    std::vector<std::string> codecs, std::vector<int64_t> block_sizes,
-                    const std::vector<OptionalPair>& residuals) {
-  ParameterTable table{std::move(parameters), std::move(names), std::move(codecs), std::move(block_sizes), {}};
+                    std::vector<std::string> codecs, std::vector<int64_t> block_sizes, const std::vector<OptionalPair>& residuals,
+                    std::vector<std::string> exchanges) {
+  ParameterTable table{std::move(parameters), std::move(names), std::move(codecs), std::move(block_sizes), {},
+                       std::move(exchanges)};
   for (const OptionalPair& pair : residuals) {
     table.residuals.push_back(pair ? std::optional(Residual{pair->first, pair->second}) : std::nullopt);
   }
   engine.set_parameters(table);
+}
+
+// The last reference may go in any thread, and after the interpreter.
+void delete_callback(py::function* callback) {
+  if (!Py_IsInitialized()) return;
+  const py::gil_scoped_acquire gil;
+  delete callback;
+}
+
+void call_at(Engine& engine, int64_t step, py::function callback) {
+  const std::shared_ptr<py::function> kept(new py::function(std::move(callback)), &delete_callback);
+  engine.call_at(step, [kept] {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*kept)();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());  // in a form that needs no lock to go
+    }
+  });
+}
+
+std::shared_ptr<Transport> transport_of(const Engine& engine, const std::string& level) {
+  if (level == "all") return engine.transport();
+  const auto levels = std::dynamic_pointer_cast<HierarchicalTransport>(engine.transport());
+  TORCH_CHECK_VALUE(levels && (level == "inner" || level == "outer"), "Engine.transport: there is no level ", level);
+  return level == "inner" ? levels->inner() : levels->outer();
 }
 
 void add_times(py::dict& result, const PhaseTimes& ms) {
@@ -114,7 +142,7 @@ std::pair<py::list, int64_t> take_trace(Engine& engine) {
     const py::gil_scoped_release no_gil;
     trace = engine.take_trace();
   }
-  constexpr std::array<const char*, kNumPhases> kNames{"pack", "exchange", "unpack", "exposed", "bucket"};
+  constexpr std::array<const char*, kNumPhases> kNames{"pack", "exchange", "unpack", "exposed", "bucket", "step"};
   py::list spans;
   for (const TraceSpan& span : trace.spans) {
     spans.append(py::make_tuple(kNames[static_cast<size_t>(span.phase)], span.of.step, span.of.bucket, span.of.slice,
@@ -176,8 +204,14 @@ void warn_if_fp16_vanishes(Engine& engine) {
 void bind_engine(py::module_& module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
 
+  py::class_<Collective, std::shared_ptr<Collective>>(module, "Collective", "One collective under way.")
+      .def("wait", &Collective::finish, no_gil(), "Waits for its end; on a device the current stream does.");
+
   py::class_<Transport, std::shared_ptr<Transport>>(module, "Transport", "Who moves bytes between the ranks.")
       .def_property_readonly("name", &Transport::name)
+      .def("all_reduce", &Transport::all_reduce, py::arg("payload"), no_gil())
+      .def("all_to_all", &Transport::all_to_all, py::arg("out"), py::arg("payload"), no_gil())
+      .def("all_gather", &Transport::all_gather, py::arg("out"), py::arg("payload"), no_gil())
       .def("abort", &Transport::abort, no_gil(), "Ends the communicators, so that the other ranks fail at once.");
 
   py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(module, "C10dTransport", "Transport over process groups.")
@@ -238,7 +272,21 @@ void bind_engine(py::module_& module) {
            py::arg("scale"), py::arg("slice_bytes"), py::arg("timeout_s"), py::arg("stream_priority") = py::none(),
            py::arg("label") = "", py::arg("rounding") = "nearest", py::arg("start_step") = 0, py::arg("measure_every") = 0)
       .def("set_parameters", &set_parameters, py::arg("params"), py::arg("names"), py::arg("codecs"),
-           py::arg("block_sizes") = std::vector<int64_t>{}, py::arg("residuals") = std::vector<OptionalPair>{}, no_gil())
+           py::arg("block_sizes") = std::vector<int64_t>{}, py::arg("residuals") = std::vector<OptionalPair>{},
+           py::arg("exchanges") = std::vector<std::string>{}, no_gil())
+      .def("call_at", &call_at, py::arg("step"), py::arg("callback"))
+      .def("time_steps", &Engine::time_steps, no_gil())
+      .def("take_step_times",
+           [](Engine& self) {
+             StepTimes times;
+             {
+               const py::gil_scoped_release gil_released;
+               times = self.take_step_times();
+             }
+             return py::make_tuple(times.ms, times.ready_ms);
+           })
+      .def("last_buckets", &Engine::last_buckets, no_gil())
+      .def("transport", &transport_of, py::arg("level") = "all")
       .def("follow_loss_scale", &Engine::follow_loss_scale, py::arg("scale"), py::arg("unit"), no_gil())
       .def("stats", &stats_of)
       .def("reset_stats", &Engine::reset_stats, no_gil())

@@ -43,6 +43,7 @@ std::vector<const uint8_t*> pieces_of(const at::Tensor& buffer, int64_t count, i
 
 class Local final : public Exchange {
  public:
+  std::string name() const override { return "local"; }
   bool encodes() const override { return false; }
   int64_t num_chunks() const override { return 1; }
   bool one_codec() const override { return false; }
@@ -60,6 +61,7 @@ class AllReduce final : public Exchange {
  public:
   AllReduce(std::shared_ptr<Transport> transport, int world_size) : transport_(std::move(transport)), world_size_(world_size) {}
 
+  std::string name() const override { return "all_reduce"; }
   int64_t num_chunks() const override { return 1; }
   bool one_codec() const override { return true; }
   int64_t wire_bytes(const SliceLayout& layout) const override {
@@ -85,6 +87,7 @@ class ScatterGather final : public Exchange {
   ScatterGather(std::shared_ptr<Transport> transport, int rank, int world_size)
       : transport_(std::move(transport)), rank_(rank), world_size_(world_size) {}
 
+  std::string name() const override { return "scatter_gather"; }
   int64_t num_chunks() const override { return world_size_; }
   int64_t my_chunk() const override { return rank_; }
   bool one_codec() const override { return false; }
@@ -123,6 +126,7 @@ class Hierarchical final : public Exchange {
   explicit Hierarchical(std::shared_ptr<HierarchicalTransport> transport)
       : transport_(std::move(transport)), ranks_(transport_->place().ranks_per_host), hosts_(transport_->place().num_hosts) {}
 
+  std::string name() const override { return "hierarchical"; }
   int64_t num_chunks() const override { return ranks_ * hosts_; }
   int64_t num_shards() const override { return ranks_; }
   int64_t my_shard() const override { return transport_->place().local_rank; }
@@ -151,19 +155,19 @@ class Hierarchical final : public Exchange {
     if (hosts_ == 1 && stage > kScatterInside) stage += kGatherInside - kScatterBetween;
     switch (stage) {
       case kScatterInside:
-        return transport_->inner().all_to_all(first(buffers.received, sent_bytes), first(buffers.payload, sent_bytes));
+        return transport_->inner()->all_to_all(first(buffers.received, sent_bytes), first(buffers.payload, sent_bytes));
       case kScatterBetween:
         encode_shard(layout, buffers, stream, encodings.first);
-        return transport_->outer().all_to_all(first(buffers.received, hosts_ * chunk_bytes), shard);
+        return transport_->outer()->all_to_all(first(buffers.received, hosts_ * chunk_bytes), shard);
       case kGatherBetween: {
         const auto chunks = pieces_of(buffers.received, hosts_, chunk_bytes);
         const Range range("gsync::reduce");
         reduce(*layout.wire, my_chunk(), chunks.data(), hosts_, bytes_of(buffers.reduced), 1.0f, stream, encodings.reduce);
-        return transport_->outer().all_gather(shard, first(buffers.reduced, chunk_bytes));
+        return transport_->outer()->all_gather(shard, first(buffers.reduced, chunk_bytes));
       }
       case kGatherInside:
         if (hosts_ == 1) encode_shard(layout, buffers, stream, encodings.first);
-        return transport_->inner().all_gather(first(buffers.payload, num_chunks() * chunk_bytes), shard);
+        return transport_->inner()->all_gather(first(buffers.payload, num_chunks() * chunk_bytes), shard);
       default: return nullptr;
     }
   }
@@ -206,6 +210,15 @@ std::unique_ptr<Exchange> make_exchange(const std::string& name, std::shared_ptr
   }
   if (name == "all_reduce") return std::make_unique<AllReduce>(std::move(transport), world_size);
   return std::make_unique<ScatterGather>(std::move(transport), rank, world_size);
+}
+
+Exchanges::Exchanges(std::shared_ptr<Transport> transport, int rank, int world_size)
+    : transport_(std::move(transport)), rank_(rank), world_size_(world_size) {}
+
+const Exchange& Exchanges::get(const std::string& name) {
+  std::unique_ptr<Exchange>& exchange = made_[name];
+  if (!exchange) exchange = make_exchange(name, transport_, rank_, world_size_);
+  return *exchange;
 }
 
 }  // namespace gsync

@@ -22,6 +22,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -57,6 +58,7 @@ struct Encodings {
 class Exchange {
  public:
   virtual ~Exchange() = default;
+  virtual std::string name() const = 0;
   /// Into how many chunks a payload is cut.
   virtual int64_t num_chunks() const = 0;
   /// Into how many shards, each encoded first by the rank that sums it in a host; 1: gradients are encoded by `pack`.
@@ -84,5 +86,19 @@ class Exchange {
 /// transport null: world size 1, whatever the name.
 /// Throws c10::ValueError for another name or transport.
 std::unique_ptr<Exchange> make_exchange(const std::string& name, std::shared_ptr<Transport> transport, int rank, int world_size);
+
+/// Those over one transport, by name; each is made when it is first asked for, and stays.
+class Exchanges {
+ public:
+  Exchanges(std::shared_ptr<Transport> transport, int rank, int world_size);
+  /// Throws as make_exchange() does.
+  const Exchange& get(const std::string& name);
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  int rank_;
+  int world_size_;
+  std::map<std::string, std::unique_ptr<Exchange>> made_;
+};
 
 }  // namespace gsync

@@ -164,7 +164,7 @@ bool WorkerExecutor::start_next() {
       if (job->plan) {
         for (const Part& part : job->plan->parts) {
           for (const SliceLayout& slice : part.slices) {
-            for (SliceBuffers* buffers : free_buffers_) pipeline_.exchange->reserve(slice, *buffers);
+            for (SliceBuffers* buffers : free_buffers_) part.exchange->reserve(slice, *buffers);
           }
         }
       }

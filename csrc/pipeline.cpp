@@ -40,10 +40,10 @@ class SliceFlow final : public Flow {
 
     // 1. pack
     begin(Phase::kPack);
-    pipeline_.exchange->reserve(layouts_, buffers_);
+    part_.exchange->reserve(layouts_, buffers_);
     // What travels uncompressed at first is encoded on its way.
     pack(layouts_.packed(), sent.data(), payload(), pipeline_.scale, part_.is_fp16 ? pipeline_.counters : nullptr, stream,
-         pipeline_.exchange->packs_uncompressed() ? EncodeOptions{} : encoding(Stage::kPack));
+         part_.exchange->packs_uncompressed() ? EncodeOptions{} : encoding(Stage::kPack));
     end(Phase::kPack);
 
     // 2. exchange
@@ -63,7 +63,7 @@ class SliceFlow final : public Flow {
     // 3. unpack. On one rank the gradients are what they should be, only measured.
     begin(Phase::kUnpack);
     if (job_->bucket.gradients && !job_->bucket.gradients->is_complete) read_flags();
-    if (!pipeline_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
+    if (!part_.exchange->encodes()) gradients_.assign(gradients_.size(), nullptr);
     auto* sums = is_last_of_part_ ? static_cast<double*>(part_.sum_of_squares.mutable_data_ptr()) : nullptr;
     unpack(*layouts_.wire, payload(), gradients_.data(), static_cast<double*>(part_.partials.mutable_data_ptr()),
            job_->found_nonfinite, sums, pipeline_.failed, stream);
@@ -119,14 +119,14 @@ class SliceFlow final : public Flow {
 
   void issue(c10::Stream stream) {
     const Encodings encodings{encoding(Stage::kPack), encoding(Stage::kReduce)};
-    collective_ = pipeline_.exchange->issue(stage_, layouts_, buffers_, stream, encodings);
+    collective_ = part_.exchange->issue(stage_, layouts_, buffers_, stream, encodings);
     issued_ = Clock::now();
   }
 
   // How this slice is encoded: at first, or after the sum.
   EncodeOptions encoding(Stage stage) const {
     EncodeOptions encode;
-    if (!pipeline_.exchange->encodes()) return encode;
+    if (!part_.exchange->encodes()) return encode;
     const bool packs = stage == Stage::kPack;
     const auto& residuals = packs ? part_.sender_residuals : part_.reducer_residuals;
     const auto& errors = packs ? part_.pack_errors : part_.reduce_errors;

@@ -45,7 +45,7 @@ struct BucketJob {
 /// What all slices of an engine share.
 struct Pipeline {
   std::shared_ptr<Transport> transport;  // null: world size 1
-  std::unique_ptr<Exchange> exchange;
+  const Exchange* exchange = nullptr;  // of parameters that were told no other
   std::unique_ptr<PhaseClock> clock;
   c10::Device device{c10::DeviceType::CPU};
   float scale = 1.0f;

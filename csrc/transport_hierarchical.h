@@ -24,7 +24,7 @@ struct HostPlace {
 class HierarchicalTransport final : public Transport {
  public:
   /// Args:
-  ///   all: over all ranks: sparse gradients, and what is said about errors
+  ///   all: over all ranks: sparse gradients, what has another exchange, and what is said about errors
   ///   inner: over the ranks of this host, by local rank
   ///   outer: over the ranks of this local rank, by host
   HierarchicalTransport(std::shared_ptr<Transport> all, std::shared_ptr<Transport> inner, std::shared_ptr<Transport> outer,
@@ -37,8 +37,9 @@ class HierarchicalTransport final : public Transport {
         " of ", place.ranks_per_host, " and ", place.host, " of ", place.num_hosts);
   }
 
-  Transport& inner() const { return *inner_; }
-  Transport& outer() const { return *outer_; }
+  const std::shared_ptr<Transport>& all() const { return all_; }
+  const std::shared_ptr<Transport>& inner() const { return inner_; }
+  const std::shared_ptr<Transport>& outer() const { return outer_; }
   const HostPlace& place() const { return place_; }
 
   std::string name() const override { return all_->name(); }

@@ -19,11 +19,23 @@ class Layout:
     num_tiles: int
     num_partials: int
 
+class Collective:
+    """One collective under way."""
+
+    def wait(self) -> None:
+        """Waits for its end; on a device the current stream does."""
+
 class Transport:
     """Who moves bytes between the ranks."""
 
     @property
     def name(self) -> str: ...
+    def all_reduce(self, payload: Tensor) -> Collective:
+        """Sums in place: 1-d, fp32, fp16 or bf16."""
+    def all_to_all(self, out: Tensor, payload: Tensor) -> Collective:
+        """Chunk r of `payload` goes to rank r; both uint8 [ranks * chunk_bytes]."""
+    def all_gather(self, out: Tensor, payload: Tensor) -> Collective:
+        """`payload` of every rank, uint8 [chunk_bytes], into `out` [ranks * chunk_bytes]."""
     def abort(self) -> None:
         """Ends the communicators, so that the other ranks fail at once."""
 
@@ -86,8 +98,19 @@ class Engine:
         codecs: Sequence[str],
         block_sizes: Sequence[int] = (),
         residuals: Sequence[tuple[Tensor, Tensor] | None] = (),
+        exchanges: Sequence[str] = (),
     ) -> None:
-        """Names the parameters whose gradients will come, held weakly; residuals are held and written."""
+        """Names the parameters whose gradients will come, held weakly; residuals are held and written. For the next bucket."""
+    def call_at(self, step: int, callback: Callable[[], None]) -> None:
+        """Calls it once, before the first bucket of step `step` or of the first one after it; what it raises fails the engine."""
+    def time_steps(self) -> None:
+        """Times steps from now on."""
+    def take_step_times(self) -> tuple[list[float], list[float]]:
+        """Ends that; returns each step's ms, and by bucket the ms from the first hand-over to its own, added up."""
+    def last_buckets(self) -> list[list[int]]:
+        """Returns of each bucket of the last finished step the positions of its parameters in the order of names."""
+    def transport(self, level: str = "all") -> Transport | None:
+        """Returns the transport over "all" ranks, the "inner" or the "outer" ones."""
     def follow_loss_scale(self, scale: Tensor, unit: Tensor) -> None:
         """Multiplies residuals by scale / unit at the start of each step, and sets `unit` to `scale`."""
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

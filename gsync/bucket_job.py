@@ -20,6 +20,7 @@ class Step:
         self.sums = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+        self.buckets: list[list[int]] = []  # positions of their parameters in the order of names
 
 
 class Job:
@@ -37,6 +38,7 @@ class Job:
         cut = [(part, i) for part in plan.parts for i in range(len(part.layouts))] if plan is not None else []
         self.slices = [Slice(self, part, i, number) for number, (part, i) in enumerate(cut)] or [Slice(self)]
         self.slices_left = len(self.slices)
+        step.buckets.append([i for part in plan.parts for i in part.norm_idx] if plan is not None else norm_idx)
         self.wire_bytes = 0
         self.ready = 0.0  # when it was handed over
         device = self.parameters[0].device if self.buffer is None else self.buffer.device

@@ -1,6 +1,6 @@
 """What a bucket of DDP is made of and how the Python engine cuts it, worked out once for each set of parameters.
 
-    part   segments that travel in the same messages: all of them, or under all_reduce those of one codec
+    part   segments that travel in the same messages: all of one exchange, or under all_reduce those of one codec
     slice  at most slice_bytes of a part
 
 What encoding a parameter lost belongs to the parameter: a plan only points to it, so that DDP may rebuild its buckets. The rule
@@ -10,7 +10,7 @@ is the native engine's (csrc/bucket_plan.cpp), so that both send the same bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from .layout import BLOCK_SIZES, CODEC_KINDS, DTYPE_CODES, TILE_ELEMENTS, Segmen
 class Part:
     """Segments of a bucket that travel together."""
 
+    exchange: Any = None  # of python_exchange.py; None for one rank
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first element, numel) in the bucket's buffer
     segments: list[Segment] = field(default_factory=list)
     parameter_idx: list[int] = field(default_factory=list)  # of each segment, in the bucket
@@ -70,6 +71,7 @@ class _Entry:
     parameter: weakref.ref[torch.Tensor]
     name: str
     codec: str
+    exchange: Any
     block_size: int
     norm_idx: int
     residual: tuple[torch.Tensor, torch.Tensor] | None
@@ -78,9 +80,9 @@ class _Entry:
 class Parameters:
     """The model's parameters by identity, and the plans made from them."""
 
-    def __init__(self, device: torch.device, exchange: Any, options: PlanOptions) -> None:
-        """`exchange`: of python_exchange.py; None for one rank."""
-        self._device, self._exchange, self._options = device, exchange, options
+    def __init__(self, device: torch.device, exchange_named: Callable[[str], Any], exchange: str, options: PlanOptions) -> None:
+        """`exchange_named`: those of python_exchange.py, None for one rank; `exchange`: of parameters that are told no other."""
+        self._device, self._exchange_named, self._exchange, self._options = device, exchange_named, exchange, options
         self._table: dict[int, _Entry] = {}
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
         self._retired_errors = torch.zeros(2, len(ERROR_SUMS), dtype=torch.float64, device=device)
@@ -92,18 +94,20 @@ class Parameters:
         codecs: Sequence[str],
         block_sizes: Sequence[int],
         residuals: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        exchanges: Sequence[str],
     ) -> None:
         """One name and codec for each parameter. Holds parameters weakly, residuals strongly; forgets all plans."""
         order = {name: i for i, name in enumerate(sorted(names))}
         if not len(params) == len(order) == len(codecs):
             raise ValueError(f"set_parameters: {len(params)} parameters, {len(order)} different names, {len(codecs)} codecs")
-        for name, codec in zip(names, codecs, strict=True):
-            if self._one_codec and CODEC_KINDS[codec] in BLOCK_SIZES:
+        cuts = [self._exchange_named(exchange) for exchange in exchanges or [self._exchange] * len(names)]
+        for name, codec, cut in zip(names, codecs, cuts, strict=True):
+            if cut is not None and cut.one_codec and CODEC_KINDS[codec] in BLOCK_SIZES:
                 raise ValueError(f"set_parameters: codec {codec} of {name!r} needs scatter_gather: libraries cannot sum it")
-        rows = zip(params, names, codecs, block_sizes or [0] * len(names), residuals or [None] * len(names), strict=True)
+        some = (block_sizes or [0] * len(names), residuals or [None] * len(names))
         self._table = {
-            id(param): _Entry(weakref.ref(param), name, codec, block_size, order[name], residual)
-            for param, name, codec, block_size, residual in rows
+            id(param): _Entry(weakref.ref(param), name, codec, cut, block_size, order[name], residual)
+            for param, name, codec, cut, block_size, residual in zip(params, names, codecs, cuts, *some, strict=True)
         }
         self._retire(self._plans.values())
         self._plans.clear()
@@ -183,14 +187,16 @@ class Parameters:
     ) -> BucketPlan:
         if dtype not in DTYPE_CODES:
             raise ValueError(f"gradients are {dtype}; expected {', '.join(map(str, DTYPE_CODES))}, or complex of them")
-        parts: dict[str, Part] = {}
+        parts: dict[tuple[str, int], Part] = {}  # by exchange, and by codec where a payload has one
         end = 0
         for i, param in enumerate(params):
             entry = self._entry(param)
             codec = entry.codec if has_started or CODEC_KINDS[entry.codec] not in BLOCK_SIZES else "bf16"
             kind = CODEC_KINDS[codec]
             numel = param.numel() * (2 if param.is_complex() else 1)  # DDP hands over the real view of a complex bucket
-            part = parts.setdefault(codec if self._one_codec else "", Part())
+            cut = entry.exchange
+            key = (cut.name, kind if cut.one_codec else 0) if cut is not None else ("", 0)
+            part = parts.setdefault(key, Part(cut))
             part.spans.append((end, numel))
             block_size = entry.block_size if kind in BLOCK_SIZES else 0
             part.segments.append(Segment(numel, DTYPE_CODES[dtype], kind, hash64(entry.name), block_size))
@@ -205,24 +211,19 @@ class Parameters:
             numel = sum(numel for _, numel in part.spans)
             wanted = -(-numel * dtype.itemsize // self._options.slice_bytes)
             num_slices = min(max(wanted, 1), max(1, -(-numel // TILE_ELEMENTS)))
-            cut = self._exchange
+            cut = part.exchange
             num_chunks, num_shards = (cut.num_chunks, cut.num_shards) if cut is not None else (1, 1)
             part.layouts = [BucketLayout(part.segments, num_chunks, i, num_slices, num_shards) for i in range(num_slices)]
             if self._options.measure_error:
                 self._add_error_tables(part)
             part.partials = torch.zeros(part.layouts[0].sizes.num_partials, dtype=torch.float64, device=self._device)
             part.index = torch.tensor(part.norm_idx, device=self._device)
-        ordered = sorted(parts.items(), key=lambda item: CODEC_KINDS.get(item[0], 0))
-        filled = [part for _, part in ordered if any(numel for _, numel in part.spans)]
+        ordered = [parts[key] for key in sorted(parts)]  # the same on every rank
+        filled = [part for part in ordered if any(numel for _, numel in part.spans)]
         return BucketPlan(filled, end * dtype.itemsize)
 
-    @property
-    def _one_codec(self) -> bool:
-        """Whether all segments of a payload must have one."""
-        return self._exchange is not None and self._exchange.one_codec
-
     def _add_error_tables(self, part: Part) -> None:
-        cut = self._exchange
+        cut = part.exchange
         if cut is None:
             return
         per_shard = cut.num_chunks // cut.num_shards

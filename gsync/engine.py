@@ -33,12 +33,43 @@ class Engine(Protocol):
         codecs: Sequence[str],
         block_sizes: Sequence[int] = (),
         residuals: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = (),
+        exchanges: Sequence[str] = (),
     ) -> None:
         """Tells the model's parameters, each with its name and codec, in the order of names. Holds them weakly.
+
+        May be called again, from the next bucket on.
 
         Args:
             block_sizes: of the block codecs, 0: their own; empty: 0 for all.
             residuals: sender's and reducer's of each (gsync/residuals.py), which every step then changes; empty: none.
+            exchanges: of each; empty: the engine's for all.
+        """
+
+    def call_at(self, step: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` once: before the first bucket of step `step`, or of the first one after it; no bucket is under way.
+
+        What it raises fails the engine.
+        """
+
+    def time_steps(self) -> None:
+        """Times steps from now on. On CUDA it costs two events a step."""
+
+    def take_step_times(self) -> tuple[list[float], list[float]]:
+        """Ends that; waits for the device.
+
+        Returns:
+            In ms: of each step, from the hand-over of the first bucket to the end of the last; of each bucket, summed over the
+            steps, from the hand-over of the first to its own (on CUDA empty).
+        """
+
+    def last_buckets(self) -> list[list[int]]:
+        """Of each bucket of the last finished step, the positions of its parameters in the order of names."""
+
+    def transport(self, level: str = "all") -> Any:
+        """What moves bytes over "all" ranks, where hosts have several also over the "inner" or "outer" ones; None for one rank.
+
+        Its `all_reduce(payload)`, `all_to_all(out, payload)` and `all_gather(out, payload)` return something to `wait()` for. To
+        be used while no bucket is under way.
         """
 
     def follow_loss_scale(self, scale: torch.Tensor, unit: torch.Tensor) -> None:
@@ -121,6 +152,8 @@ def check_device(config: SyncConfig, model: Model, group: Any) -> None:
             raise ValueError(f"transport='nccl' needs a model on CUDA; this one is on {device}")
         return
     if engine == "python":
+        if config.is_auto:
+            raise ValueError(f"codec='auto' on CUDA needs gsync's CUDA kernels, which time a step; backend {backend!r} does not")
         for name in ("nccl_min_ctas", "nccl_max_ctas", "timeout_s"):
             if getattr(config, name) is not None:
                 raise ValueError(
@@ -182,7 +215,7 @@ def make_engine(
 
     Args:
         exchange: what `config.exchange` comes to.
-        place: where this rank stands among hosts, under hierarchical.
+        place: where this rank stands among hosts, where there may be hierarchical.
         on_failure: makes DDP ready for the next forward pass, where the engine kept it from ending a backward pass.
 
     Raises:
@@ -196,8 +229,10 @@ def make_engine(
     own_groups = device.type == "cpu" and is_gloo(group, device)
     # Lanes over all ranks; under hierarchical also over those of the host, and over those of the same local rank.
     levels: dict[str, list[Any]] = {}
-    if meeting is not None and own_groups and exchange == "hierarchical":
-        levels["all"] = 2 * meeting.private_gloo(generation, 1)
+    has_levels = place.ranks_per_host > 1
+    if meeting is not None and own_groups and has_levels:
+        # Under hierarchical alone they carry sparse gradients, one after the other.
+        levels["all"] = meeting.private_gloo(generation) if config.is_auto else 2 * meeting.private_gloo(generation, 1)
         levels["inner"] = meeting.private_gloo(generation, of=f"host{place.host}/", ranks=place.inner)
         levels["outer"] = meeting.private_gloo(generation, of=f"local{place.local_rank}/", ranks=place.outer)
     elif meeting is not None:
@@ -228,7 +263,7 @@ def make_engine(
             transport = native.NcclTransport(
                 meeting.store(generation), rank, world_size, str(device), timeout_s, config.nccl_min_ctas, config.nccl_max_ctas
             )
-            if exchange == "hierarchical":
+            if has_levels:
                 inner = transport.split(place.host, place.local_rank, place.ranks_per_host)
                 outer = transport.split(place.local_rank, place.host, place.num_hosts)
                 transport = native.HierarchicalTransport(transport, inner, outer, *position)

@@ -22,11 +22,13 @@ class AllReduce:
     """See csrc/exchange.h; so are the others.
 
     Attributes:
+        name: as in `SyncConfig`.
         num_chunks, num_shards: of a payload.
         chunk, shard: what this rank reduces, and what it encodes first.
         one_codec: whether all segments of a payload must have one.
     """
 
+    name = "all_reduce"
     num_chunks = num_shards = 1
     chunk = shard = 0
     one_codec = True
@@ -56,6 +58,7 @@ class AllReduce:
 
 
 class ScatterGather:
+    name = "scatter_gather"
     num_shards = 1
     shard = 0
     one_codec = False
@@ -90,6 +93,7 @@ class ScatterGather:
 
 
 class Hierarchical:
+    name = "hierarchical"
     one_codec = False
 
     def __init__(

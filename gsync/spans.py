@@ -27,6 +27,9 @@ class SpanBook:
         self._last_done = self._exchanged_until = 0.0
         self._spans: list[Span] | None = None
         self._room = self._dropped = 0
+        self._timing = False
+        self._step_began: float | None = None  # of a step that is timed
+        self._steps_s, self._ready_s = list[float](), list[float]()
         self.reset()
 
     def reset(self) -> None:
@@ -48,6 +51,11 @@ class SpanBook:
         self.totals["queued"] += self._under_way
         self.totals["max_queue_depth"] = max(self.totals["max_queue_depth"], self._under_way)
         self._under_way += 1
+        if job.index == 0:
+            self._step_began = job.ready if self._timing else None
+        if self._step_began is not None:
+            self._ready_s += [0.0] * (job.index + 1 - len(self._ready_s))
+            self._ready_s[job.index] += job.ready - self._step_began
 
     def add(self, phase: str, job: Any, number: int, begin: float, end: float) -> None:
         """Slice `number` of a job was in a phase."""
@@ -78,6 +86,18 @@ class SpanBook:
         if job.is_last:
             self.totals["exposed_ms"] += took_ms
             self._keep("exposed", job, 0, job.ready, self._last_done)
+            if self._step_began is not None and self._timing:
+                self._steps_s.append(self._last_done - self._step_began)
+
+    def time_steps(self) -> None:
+        """Times steps from now on, from the hand-over of the first bucket to the end of the last."""
+        self._timing, self._steps_s, self._ready_s = True, [], []
+
+    def take_step_times(self) -> tuple[list[float], list[float]]:
+        """Ends that; returns each step's ms, and by bucket the ms from the first hand-over to its own, added up."""
+        taken = [1e3 * took for took in self._steps_s], [1e3 * ready for ready in self._ready_s]
+        self._timing, self._steps_s, self._ready_s = False, [], []
+        return taken
 
     def start_trace(self, capacity: int) -> None:
         """Keeps spans from now on, up to `capacity`."""
