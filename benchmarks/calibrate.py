@@ -7,6 +7,7 @@ each host where it has several ranks, and between hosts where there are several:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from gsync import machine
 from gsync.config import CODECS
 from gsync.launch import Place, find_place
 
-from . import kernels, launch, timing
+from . import kernels, launch, network, timing
 from .calibration import CASTS, Calibration, LinkFigures, Spread, spread_of
 
 _SIZE_MB, _SEGMENTS = 16.0, 16
@@ -219,15 +220,27 @@ def between_ranks(place: Place, device: torch.device) -> Calibration:
     return Calibration(device.type, within, **found, intra=links["intra"], inter=links["inter"])
 
 
-def calibrate(path: str, device: str, threads: int, ranks: int) -> None:
-    """Measure, on rank 0 write `path`. Under a launcher collective; alone starts `ranks` ranks, at most one for each GPU.
+def calibrate(path: str, device: str, threads: int, ranks_per_host: int, hosts: int | None = None) -> None:
+    """Measure, on rank 0 write `path`. Under a launcher collective; alone starts the ranks, at most one for each GPU.
+
+    Args:
+        hosts: namespaces, so that what a link between hosts costs the cores is measured too; None: ranks of this machine, at
+            least two. Not under a launcher.
 
     Raises:
+        ValueError: hosts under a launcher, or namespaces cannot be had here.
         RuntimeError: the measurement failed.
     """
     place = find_place()
     if place is None:
-        return _start(path, device, threads, min(ranks, torch.cuda.device_count()) if device == "cuda" else ranks)
+        per_host = ranks_per_host if hosts else max(2, ranks_per_host)
+        per_host = min(per_host, torch.cuda.device_count() // (hosts or 1)) if device == "cuda" else per_host
+        try:
+            return _start(path, device, threads, per_host, hosts or 1)
+        except network.NetworkError as error:
+            raise ValueError(f"--hosts {hosts}: {error}") from error
+    if hosts is not None:
+        raise ValueError(f"--hosts cannot act under {place.launcher}, which has placed the ranks already")
     torch.set_num_threads(threads)
     kind = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -253,19 +266,31 @@ def calibrate(path: str, device: str, threads: int, ranks: int) -> None:
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _start(path: str, device: str, threads: int, ranks: int) -> None:
-    """Runs `calibrate` on so many ranks of this machine."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads)}
-    defaults = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
+def _start(path: str, device: str, threads: int, per_host: int, num_hosts: int) -> None:
+    """Runs `calibrate` on so many ranks of each host: of this machine, or of namespaces on it."""
     command = [sys.executable, "-m", "gsync.benchmarks.calibrate", path, device, str(threads)]
-    logs = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 (they live as long as the ranks)
+    ranks = num_hosts * per_host
+    with contextlib.ExitStack() as stack:
+        place: dict[str, str] = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_host), "OMP_NUM_THREADS": str(threads)}
+        if num_hosts > 1:
+            joined = stack.enter_context(network.Network(num_hosts, None))
+            commands = [joined.command(rank // per_host, command) for rank in range(ranks)]
+            place |= {"MASTER_ADDR": joined.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": network.INTERFACE}
+            place["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # warns that addresses of namespaces have no names
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            commands = ranks * [command]
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            if sys.platform.startswith("linux"):
+                place["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        _run_ranks(commands, [place | {"RANK": str(rank), "LOCAL_RANK": str(rank % per_host)} for rank in range(ranks)])
+
+
+def _run_ranks(commands: Sequence[list[str]], places: Sequence[dict[str, str]]) -> None:
+    logs = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115 (they live as long as the ranks)
     processes = [
-        subprocess.Popen(
-            command, env={**defaults, **os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log, stderr=log
-        )
-        for rank, log in enumerate(logs)
+        subprocess.Popen(command, env={**os.environ, **place}, stdout=log, stderr=log)
+        for command, place, log in zip(commands, places, logs, strict=True)
     ]
     deadline = time.monotonic() + _LIMIT_S
     try:
@@ -284,4 +309,4 @@ def _start(path: str, device: str, threads: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    calibrate(sys.argv[1], sys.argv[2], int(sys.argv[3]), 0)
+    calibrate(sys.argv[1], sys.argv[2], int(sys.argv[3]), 1)

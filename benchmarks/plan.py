@@ -23,12 +23,12 @@ import typer
 
 from gsync import cost, machine
 from gsync.config import BLOCK_CODECS, CODECS, PLAIN_CODECS
+from gsync.schedule import Training
 
 from . import calibrate as measuring
 from . import calibration as calibrations
 from . import network, plan_report, planner, ready, report, scaling, shapes, validate
 from .calibration import Calibration
-from .schedule import Training
 from .workloads import MODELS, Sizes
 
 WRONG_USE = 2
@@ -142,6 +142,9 @@ def plan(
     ] = None,
     world_size: Annotated[int | None, _option(_PLACE, "Ranks.")] = None,
     ranks_per_host: Annotated[int, _option(_PLACE, "Ranks on each host; 1 if left out.")] = 1,
+    hosts: Annotated[
+        int | None, _option(_PLACE, "With --calibrate: network namespaces to measure between (root, iproute2).")
+    ] = None,
     inter_rate: Annotated[
         str | None, _option(_PLACE, "Of a host's link each way, as iperf3 shows it, for example 25gbit.")
     ] = None,
@@ -197,8 +200,10 @@ def plan(
     try:
         _check_files(calibrate, validation, json, plot, top)
         if calibrate is not None:
-            measuring.calibrate(calibrate, _device(device), threads, max(2, ranks_per_host))
+            measuring.calibrate(calibrate, _device(device), threads, ranks_per_host, hosts)
             raise typer.Exit(0)
+        if hosts is not None:
+            raise ValueError(f"--hosts {hosts} acts with --calibrate; a plan has --world-size and --ranks-per-host")
         if validation is not None:
             if cores_per_rank is not None and not cores_per_rank > 0:
                 raise ValueError(f"--cores-per-rank {cores_per_rank}: expected more than 0")
@@ -316,7 +321,7 @@ def _links(options: Options, calibration: Calibration) -> Callable[[str], cost.N
             if acts and missing and measured is None:
                 raise ValueError(f"{flag} is missing: this link was not measured (--calibrate under torchrun measures it)")
     links = {"inter": planner.link_of(inter, calibration.inter), "intra": planner.link_of(intra, calibration.intra)}
-    return planner.combine(calibration, **links)
+    return planner.combine(calibration, topology, **links)
 
 
 def _inter_bytes(rate: str) -> float:

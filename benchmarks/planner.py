@@ -3,7 +3,7 @@
     benchmarks/shapes.py       buckets of the model, and their bytes
     benchmarks/calibration.py  what was measured on a machine
     gsync/cost.py              seconds of each step of a slice, from both
-    benchmarks/schedule.py     their order in time
+    gsync/schedule.py          their order in time
 
 What DDP adds is counted too: it copies every gradient into its bucket and back. `GradReducer` does not.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 from gsync import cost
 from gsync.config import BLOCK_CODECS, CODECS
+from gsync.schedule import Bucket, Outcome, Training, simulate
 
 from .calibration import CASTS, LEVELS, MEDIAN, Calibration, LinkFigures
-from .schedule import Bucket, Outcome, Training, simulate
 from .shapes import Parameter, Sizer, codecs_of, cut
 
 STOCK = "stock"
@@ -283,10 +283,11 @@ def link_of(told: Told, measured: LinkFigures | None) -> Callable[[str], cost.Li
 
 
 def combine(
-    calibration: Calibration, *, inter: Callable[[str], cost.Link], intra: Callable[[str], cost.Link]
+    calibration: Calibration, topology: cost.Topology, *, inter: Callable[[str], cost.Link], intra: Callable[[str], cost.Link]
 ) -> Callable[[str], cost.Network]:
-    """Return level -> network, with what moving bytes costs this machine's cores."""
-    measured = calibration.intra or calibration.inter
+    """Return level -> network, with what moving bytes costs this machine's cores: between hosts, where there are several."""
+    between = calibration.inter if topology.hosts > 1 else None
+    measured = between or calibration.intra or calibration.inter
 
     def network(level: str) -> cost.Network:
         if calibration.device == "cuda" or measured is None:

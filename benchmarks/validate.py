@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gsync import cost
+from gsync.schedule import Training
 
 from . import calibration as calibrations
 from . import network, planner, report, shapes
 from .calibration import FAST, MEDIAN, SLOW, Calibration
-from .schedule import Training
 from .timing import percentile
 from .workloads import Sizes
 
@@ -161,7 +161,7 @@ def _network(results: dict[str, Any], topology: cost.Topology, calibration: Cali
         if used and link is None:
             raise ValueError(f"the link {name} hosts is not in the calibration; gsync plan --calibrate FILE measures it")
     links = {"inter": planner.link_of(told, inter), "intra": planner.link_of(planner.Told(), calibration.intra)}
-    return planner.combine(calibration, **links)
+    return planner.combine(calibration, topology, **links)
 
 
 def _choice(row: dict[str, Any], bucket_mb: float | None) -> planner.Choice | None:
@@ -169,4 +169,6 @@ def _choice(row: dict[str, Any], bucket_mb: float | None) -> planner.Choice | No
     if row["family"] == planner.DDP:
         return planner.Choice(planner.DDP, _KINDS[row["name"]], bucket_mb=bucket_mb) if row["name"] in _KINDS else None
     codec, exchange = row["name"].split()
+    if codec == "auto":
+        return None
     return planner.Choice(row["family"], codec, exchange, bucket_mb)

@@ -14,6 +14,7 @@ from typing import Any
 PLAIN_CODECS = ("fp32", "fp16", "bf16")
 BLOCK_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")  # one scale for each block of elements
 CODECS = PLAIN_CODECS + BLOCK_CODECS
+AUTO = "auto"
 EXCHANGES = ("auto", "all_reduce", "scatter_gather", "hierarchical")
 ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "native", "triton", "reference")
@@ -30,15 +31,16 @@ class SyncConfig:
     Attributes:
         codec: Form in which gradients travel: ``"fp32"``, ``"fp16"``, ``"bf16"``; the block codecs ``"fp8_e4m3"``,
             ``"fp8_e5m2"``, ``"int8"``, ``"int4"``; or a mapping of name patterns (``fnmatch``; the first that matches a
-            parameter's name counts) to them. Every parameter must be matched and every pattern must match. Default ``"bf16"``:
-            half the bytes, and the range of fp32, so that nothing overflows.
+            parameter's name counts) to them. Every parameter must be matched and every pattern must match. Or ``"auto"``: what
+            is measured to be fastest, bucket by bucket, of ``auto_codecs`` (gsync/tuner.py; not with error feedback). Default
+            ``"bf16"``: half the bytes, and the range of fp32, so that nothing overflows.
         exchange: Order of collectives: ``"all_reduce"`` (the library sums on the wire type; not with block codecs, nor with
             error feedback), ``"scatter_gather"`` (all_to_all, fp32 sum, all_gather: one rounding whatever the number of ranks,
             and results that do not depend on bucket sizes), ``"hierarchical"`` (hosts with several ranks: sums in fp32 inside a
             host, scatter_gather of the codec between hosts, so that a byte leaves a host once; not with fp16), or ``"auto"``.
             Default ``"auto"``: where a block codec or error feedback needs more than ``all_reduce``, ``hierarchical`` for several
             hosts with several ranks each, else ``scatter_gather``; otherwise ``all_reduce``, which libraries have tuned most
-            (several codecs: one message each).
+            (several codecs: one message each). With ``codec="auto"`` it is measured and chosen together with the codec.
         average: Divide by the number of ranks of the group. Default True, as DDP does; False gives the sum.
         block_size: Elements that share one scale under a block codec, a power of two from 32 to 4096. Default None: 256, for int4
             64: scales are 1.6 % of the bytes, 6 % with int4. Smaller follows the gradients more closely and costs more scales.
@@ -56,8 +58,9 @@ class SyncConfig:
             then. Default 0. Early gradients change fast and are what narrow codecs lose most of.
         measure_every: Every how many steps to add up what encoding loses, for ``relative_error`` and its kin in ``stats()``; 1
             measures each step. Default 0, none: a step that measures packs for half as long again, on CPUs 3 to 8 ms for 25 MiB.
-        bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP, or a quarter of a small model. Acts
-            only where gsync makes the buckets: DDP makes its own, see its ``bucket_cap_mb``.
+        bucket_mb: Size of a bucket in MiB, above 0. Default None: 25, as in DDP, or a quarter of a small model; under
+            ``codec="auto"`` what latency and bandwidth, as measured, ask for. Acts only where gsync makes the buckets: DDP makes
+            its own, see its ``bucket_cap_mb``.
         slice_mb: Size in MiB of gradients that the engine moves at a time, above 0. Default 25: bounds the buffers, since DDP's
             first bucket holds the whole model, and lets encoding overlap with communication inside large buckets.
         backend: Who computes: ``"native"`` (C++ and CUDA), ``"triton"``, ``"reference"`` (plain PyTorch), or ``"auto"``. Default
@@ -70,6 +73,8 @@ class SyncConfig:
         nccl_min_ctas: Fewest CUDA thread blocks NCCL uses, 1 to 64. Default None: NCCL decides. Own communicator only.
         nccl_max_ctas: Most CUDA thread blocks NCCL uses, 1 to 64. Default None: NCCL decides. Lower leaves more of the device to
             the backward pass. Own communicator only.
+        auto_codecs: Codecs that ``codec="auto"`` may use; ``"fp32"``, which it falls back to, must be one. Default
+            ``("fp32", "bf16")``: neither has less range than the gradients.
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.
@@ -95,9 +100,11 @@ class SyncConfig:
     stream_priority: int | None = None
     nccl_min_ctas: int | None = None
     nccl_max_ctas: int | None = None
+    auto_codecs: Sequence[str] = ("fp32", "bf16")
 
     def __post_init__(self) -> None:
         self._check_codec()
+        self._check_auto_codecs()
         _check_word("exchange", self.exchange, EXCHANGES)
         _check_bool("average", self.average)
         _check_word("rounding", self.rounding, ROUNDINGS)
@@ -120,9 +127,16 @@ class SyncConfig:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """The distinct codecs that `codec` names, in the order in which it names them."""
+        """The distinct codecs that `codec` names, in the order in which it names them; those it may choose among."""
+        if self.is_auto:
+            return tuple(self.auto_codecs)
         names = self.codec.values() if isinstance(self.codec, Mapping) else (self.codec,)
         return tuple(dict.fromkeys(names))
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether codecs are chosen by measurement."""
+        return self.codec == AUTO
 
     @property
     def block_codecs(self) -> tuple[str, ...]:
@@ -132,14 +146,16 @@ class SyncConfig:
     @property
     def may_be_hierarchical(self) -> bool:
         """Whether the exchange depends on which ranks share a host."""
-        if self.exchange != "auto":
-            return self.exchange == "hierarchical"
+        if self.exchange != "auto" or self.is_auto:
+            return self.exchange in ("auto", "hierarchical")
         return bool(self.block_codecs or self.error_feedback) and "fp16" not in (*self.codecs, self.exempt_codec)
 
     def exchange_used(self, num_hosts: int, ranks_per_host: int) -> str:
-        """`exchange`, or what ``"auto"`` stands for among so many hosts with so many ranks each."""
+        """`exchange`, or what ``"auto"`` stands for among so many hosts with so many ranks each, before anything is measured."""
         if self.exchange != "auto":
             return self.exchange
+        if self.is_auto:
+            return "all_reduce"
         if not (self.block_codecs or self.error_feedback):
             return "all_reduce"
         is_worth_it = num_hosts > 1 and ranks_per_host > 1
@@ -147,7 +163,7 @@ class SyncConfig:
 
     def _check_codec(self) -> None:
         if not isinstance(self.codec, Mapping):
-            _check_word("codec", self.codec, CODECS)
+            _check_word("codec", self.codec, (*CODECS, AUTO))
             return
         if not self.codec:
             raise ValueError('codec: the mapping is empty; expected at least one pattern, for example {"*": "bf16"}')
@@ -156,6 +172,17 @@ class SyncConfig:
                 raise TypeError(f"codec: expected name patterns (str) as keys, got {pattern!r}")
             _check_word(f"codec[{pattern!r}]", codec, CODECS)
         object.__setattr__(self, "codec", dict(self.codec))  # a copy: the caller's mapping may change later
+
+    def _check_auto_codecs(self) -> None:
+        if isinstance(self.auto_codecs, str) or not isinstance(self.auto_codecs, Sequence):
+            raise TypeError(f"auto_codecs: expected codecs in a list, got {self.auto_codecs!r}")
+        for codec in self.auto_codecs:
+            _check_word("auto_codecs", codec, CODECS)
+        if "fp32" not in self.auto_codecs or len(set(self.auto_codecs)) < 2:
+            raise ValueError(f"auto_codecs={list(self.auto_codecs)}: expected 'fp32', to fall back to, and at least one more")
+        object.__setattr__(self, "auto_codecs", tuple(dict.fromkeys(self.auto_codecs)))
+        if not self.is_auto and self.auto_codecs != ("fp32", "bf16"):
+            raise ValueError(f"auto_codecs={list(self.auto_codecs)} acts with codec='auto'; leave it out")
 
     def _check_exempt(self) -> None:
         if self.exempt is None or callable(self.exempt):
@@ -174,6 +201,10 @@ class SyncConfig:
         rounds = set(self.codecs) != {"fp32"}
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size}: expected a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
+        if self.is_auto and self.error_feedback:
+            raise ValueError(
+                "error_feedback=True: residuals belong to one codec and exchange, which codec='auto' changes; name the codec"
+            )
         if self.exchange == "all_reduce" and self.block_codecs:
             raise ValueError(
                 f"exchange='all_reduce': libraries cannot sum {', '.join(self.block_codecs)} with their scales; "

@@ -1,7 +1,7 @@
 """What synchronising a slice costs: bytes, and seconds of each step, by formula. Arithmetic alone: no torch, no clock.
 
 A slice goes through steps, one after the other. Some compute (pack, reduce, unpack: the host's cores, or the device), some move
-bytes (one collective each). `benchmarks/schedule.py` puts the steps of all slices into one order in time; `gsync plan` prints
+bytes (one collective each). `gsync/schedule.py` puts the steps of all slices into one order in time; `gsync plan` prints
 what comes of it.
 
     stock           all_reduce of the gradients

@@ -141,6 +141,19 @@ class Meeting:
             return value
         return json.loads(self._wait(store, key, "rank 0"))
 
+    def gather(self, key: str, value: Any, generation: int | str) -> list[Any] | None:
+        """Returns every rank's value, plain numbers and lists by name, on rank 0; None on the others.
+
+        Raises:
+            SyncTimeoutError, SyncError: a rank did not come.
+        """
+        store = self.store(generation)
+        if self.rank != 0:
+            store.set(f"{key}/{self.rank}", json.dumps(value))
+            return None
+        others = range(1, self.size)
+        return [value, *(json.loads(self._wait(store, f"{key}/{rank}", f"rank {rank}")) for rank in others)]
+
     def place(self, word: str, generation: int) -> Place | str:
         """Where this rank stands among the hosts, or why they cannot be used as such. Every rank has to call it.
 

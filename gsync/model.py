@@ -23,6 +23,7 @@ class Model:
     label: str  # the class of the module, for messages
     names: list[str]
     codecs: list[str]
+    alternatives: dict[str, list[str]]  # the same, by what codec="auto" may choose; else empty
     block_size: int  # of the block codecs; 0: their own
     references: list[weakref.ref[torch.Tensor]]
     identities: frozenset[int]
@@ -39,9 +40,13 @@ class Model:
 
     def columns(self) -> tuple[list[torch.Tensor], list[str], list[str], list[int]]:
         """Parameters, names, codecs and block sizes, as `Engine.set_parameters` takes them."""
+        return self.columns_with(dict(zip(self.names, self.codecs, strict=True)))
+
+    def columns_with(self, codecs: Mapping[str, str]) -> tuple[list[torch.Tensor], list[str], list[str], list[int]]:
+        """`columns` with other codecs, by name."""
         rows = [
-            (param, name, codec)
-            for reference, name, codec in zip(self.references, self.names, self.codecs, strict=True)
+            (param, name, codecs[name])
+            for reference, name in zip(self.references, self.names, strict=True)
             if (param := reference()) is not None
         ]
         sizes = [self.block_size if codec in BLOCK_CODECS else 0 for _, _, codec in rows]
@@ -88,16 +93,26 @@ def read_model(module: torch.nn.Module, config: SyncConfig) -> Model:
         zip(strip_wrappers([name for name, _ in named]), (param for _, param in named), strict=True), key=lambda row: row[0]
     )
     names = [name for name, _ in rows]
+    by_codec = {codec: codecs_of(rows, module, _only(config, codec)) for codec in config.auto_codecs} if config.is_auto else {}
     return Model(
         label=type(module).__name__,
         names=names,
-        codecs=codecs_of(rows, module, config),
+        codecs=by_codec["fp32"] if by_codec else codecs_of(rows, module, config),
+        alternatives=by_codec,
         block_size=config.block_size or 0,
         references=[weakref.ref(param) for _, param in rows],
         identities=frozenset(id(param) for _, param in rows),
         device=trained[0][1].device,
         communicates=_communicating_module(module),
     )
+
+
+def _only(config: SyncConfig, codec: str) -> SyncConfig:
+    """What `codec` alone would be under codec="auto". Exempt parameters go in fp32 where their codec is not allowed either."""
+    if codec not in BLOCK_CODECS:
+        return SyncConfig(codec=codec)
+    exempt_codec = config.exempt_codec if config.exempt_codec in config.auto_codecs else "fp32"
+    return SyncConfig(codec=codec, exempt=config.exempt, exempt_codec="bf16" if config.exempt == () else exempt_codec)
 
 
 def strip_wrappers(names: list[str]) -> list[str]:

@@ -221,7 +221,7 @@ class GradReducer(Surface):
                     self._meeting.agree(self._trained_now(), f"{self._generation}/trained/{self._meetings}")
             model, group = self._read()
             self._feedback.attach(model, group, self._find_path(model, group)[1])  # residuals for what is trained from now on
-            self._feedback.hand_to(self._engine, model)
+            self._hand_over(self._engine, model)
         self._set_buckets(self._initial_order, ())
 
     def _prepare_engine(self) -> None:
@@ -289,11 +289,13 @@ class GradReducer(Surface):
         return self._read()[0].names
 
     def _bucket_bytes(self, chosen: list[int]) -> int:
-        """As configured; or 25 MiB, less for small models: two payloads are in flight at a time, whatever there is to be sent."""
+        """As configured; or as measured, or 25 MiB, less for small models: two payloads are in flight, whatever their size."""
         if self.config.bucket_mb is not None:
             return int(self.config.bucket_mb * 2**20)
+        measured = self._tuner.bucket_mb if self._tuner is not None else None
+        most = _BUCKET_BYTES if measured is None else measured << 20
         total = sum(self._params[idx].nbytes for idx in chosen)
-        return max(FIRST_BUCKET_BYTES, min(_BUCKET_BYTES, total // _LEAST_BUCKETS))
+        return max(FIRST_BUCKET_BYTES, min(most, total // _LEAST_BUCKETS))
 
     def _kind(self) -> str:
         native = _native.C

@@ -81,7 +81,7 @@ class SyncState(Surface):
         self.config = _check_door(config)
         self._closed = False
         self._generation += 1
-        self._model = self._path = None
+        self._model = self._path = self._tuner = None
         self._totals = []
         check_device(config, *self._read())
 
@@ -127,7 +127,7 @@ class SyncState(Surface):
             raise ValueError("this SyncState belongs to another model; every model needs its own")
         if self._engine is not None:  # parameters that were frozen or missing at the start
             self._feedback.attach(model, group, self._find_path(model, group)[1])
-            self._feedback.hand_to(self._engine, model)
+            self._hand_over(self._engine, model)
             return self._engine
         module = self._module  # weakly, as the engine must not keep the model
         assert module is not None

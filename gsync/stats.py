@@ -21,6 +21,7 @@ _DERIVED = (
     "zeroed_share",
     "zeroed_share_of_sums",
     "residual_bytes",
+    "choice",
 )
 _MIB = 2.0**20
 _WIDTHS = (8, 8, 8, 9, 8, 13)  # of the table's columns
@@ -79,6 +80,7 @@ class SyncStats:
         zeroed_share_of_sums: the same of the sums that this rank encoded.
         nonfinite_steps: steps with Inf or NaN in a synchronised gradient.
         residual_bytes: memory of error feedback held now, in bytes.
+        choice: what codec="auto" uses now, and the measurement it follows from; "" under any other codec.
     """
 
     steps: int = 0
@@ -104,6 +106,7 @@ class SyncStats:
     zeroed_share_of_sums: float | None = None
     nonfinite_steps: int = 0
     residual_bytes: int = 0
+    choice: str = ""
 
     @classmethod
     def of(cls, *totals: dict[str, Any]) -> SyncStats:
@@ -162,6 +165,8 @@ class SyncStats:
                 f"  ranks     rank {self.slowest_rank} of {len(self.late_ms)} comes last, "
                 f"{self.arrival_spread_ms:.2f} ms after the first"
             )
+        if self.choice:
+            lines.append(f"  choice    {self.choice}")
         if self.relative_error is not None:
             lines.append(f"  relative error {self.relative_error:.2e}")
         if self.per_bucket:

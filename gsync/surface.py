@@ -24,11 +24,12 @@ from .config import SyncConfig
 from .debug import StepChecks
 from .engine import Engine, check_device, choose, make_engine, why_not_hierarchical
 from .errors import GsyncError, GsyncWarning, SyncError
-from .groups import Meeting, timeout_of
+from .groups import Meeting, as_sync_error, timeout_of
 from .hosts import Place, flat_place, word_of_host
 from .model import Model
 from .stats import SyncStats, add_totals
 from .timeline import Recording, make_recording
+from .tuner import Tuner
 
 _TRACE_SPANS = 1 << 16  # 64 MiB of JSON with eight ranks
 
@@ -54,11 +55,17 @@ class Surface(ABC):
         self._checks: StepChecks | None = None
         self._recording: Recording | None = None
         self._traces = 0
+        self._tuner: Tuner | None = None
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether codec="auto" has tried what there is and made its choice; True under any other codec."""
+        return not self.config.is_auto or (self._tuner is not None and self._tuner.is_settled) or self._runs_alone()
 
     def stats(self) -> SyncStats:
         """What synchronisation cost since the last reset. On CUDA it waits for the device.
@@ -68,6 +75,7 @@ class Surface(ABC):
         """
         stats = SyncStats.of(*self._totals, *([self._engine.stats()] if self._engine is not None else []))
         stats.residual_bytes = self._feedback.num_bytes
+        stats.choice = str(self._tuner) if self._tuner is not None else ""
         if self._arrivals is not None and stats.steps > 0:
             stats.set_arrivals(self._arrivals.exchange(stats.exposed_ms / stats.steps))
         return stats
@@ -207,6 +215,9 @@ class Surface(ABC):
     def _traced_module(self) -> torch.nn.Module | None:
         """What is called in a forward pass, where it is known and still exists."""
 
+    def _runs_alone(self) -> bool:
+        return self._group is not None and self._group.size() == 1
+
     def _meet(self) -> Meeting | None:
         """Where the ranks meet; None for one rank. Every rank of the group has to call it."""
         model, group = self._read()
@@ -234,12 +245,29 @@ class Surface(ABC):
         self._feedback.hand_to(engine, model)
         engine.set_step(self._step)
         engine.set_seed(self._seed)
+        if self.config.is_auto and self._meeting is not None:
+            if self._tuner is None:
+                self._tuner = Tuner(self.config, self._meeting, exchange, place, kind[1])
+            try:
+                self._tuner.start(engine, model, self._generation)
+            except BaseException as error:
+                engine.abort(str(error))  # the other ranks wait in a collective
+                engine.close()
+                if isinstance(error, RuntimeError):
+                    raise as_sync_error(f"gsync: {model.label}: the calibration of codec='auto' failed", error) from error
+                raise
         if self._recording is not None:
             self._recording.start(engine)
         if env.ENV.debug:
             self._checks = StepChecks(engine, model, self._meeting, self._generation)
         self._engine = engine
         return engine
+
+    def _hand_over(self, engine: Engine, model: Model) -> None:
+        """Tells an engine under way that the model's parameters are others now."""
+        self._feedback.hand_to(engine, model)
+        if self._tuner is not None:
+            self._tuner.apply(model)
 
     def _find_path(self, model: Model, group: Any) -> tuple[str, Place]:
         """The exchange, and where this rank stands in it. The first call is collective where it depends on the hosts."""
@@ -254,10 +282,11 @@ class Surface(ABC):
                 if self.config.exchange == "hierarchical":
                     raise ValueError(f"exchange='hierarchical': {found}")
                 if found:
-                    warnings.warn(f"exchange='auto': {found}; scatter_gather is used", GsyncWarning, stacklevel=2)
+                    instead = "hierarchical is left out" if self.config.is_auto else "scatter_gather is used"
+                    warnings.warn(f"exchange='auto': {found}; {instead}", GsyncWarning, stacklevel=2)
             else:
                 exchange = self.config.exchange_used(found.num_hosts, found.ranks_per_host)
-                if exchange == "hierarchical" and found.ranks_per_host > 1:
+                if found.ranks_per_host > 1 and (exchange == "hierarchical" or self.config.is_auto):
                     place = found
                 elif exchange == "hierarchical":  # nothing to sum inside a host: the same
                     exchange = "scatter_gather"
@@ -273,6 +302,8 @@ class Surface(ABC):
 
     def _end_engine(self) -> None:
         self._end_checks()
+        if self._tuner is not None:
+            self._tuner.stop()
         if self._engine is not None:
             self._step = self._engine.step
             self._totals = [functools.reduce(add_totals, [*self._totals, self._engine.stats()])]
@@ -307,8 +338,8 @@ def _description(config: SyncConfig, model: Model, kind: Any) -> dict[str, Any]:
     """What must be the same on every rank."""
     from . import __version__
 
-    names = ("codec", "exchange", "average", "slice_mb", "transport", "block_size", "rounding", "error_feedback", "start_step")
-    options = {name: repr(getattr(config, name)) for name in names}
+    names = "codec auto_codecs exchange average slice_mb transport block_size rounding error_feedback start_step"
+    options = {name: repr(getattr(config, name)) for name in names.split()}
     return {
         "version of gsync": __version__,
         "engine": str(kind),

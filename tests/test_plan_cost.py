@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ddp_cases import why_no_engine
 from gsync.benchmarks import planner, shapes
 from gsync.benchmarks.planner import Choice, Planner, Settings
-from gsync.benchmarks.schedule import Training
 from gsync.benchmarks.shapes import Parameter, Sizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from gsync import cost, layout, model, ops
 from gsync.bucket_order import make_buckets
 from gsync.config import CODECS
 from gsync.cost import Kernel, Link, Network, SliceSize, Topology
+from gsync.schedule import Training
 
 NET = Network(Link(1e8, 1e-3, 1e-4), Link(1e9, 1e-5, 1e-6))
 DEVICE = Network(Link(1e8, 1e-3, 1e-4), Link(1e9, 1e-5, 1e-6), on_device=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from gsync.benchmarks import schedule
-from gsync.benchmarks.schedule import Bucket, Outcome, Training, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gsync import schedule
 from gsync.cost import Step
+from gsync.schedule import Bucket, Outcome, Training, simulate
 
 DEVICE = Training(forward_s=1.0, backward_s=2.0)  # cores do not matter
 

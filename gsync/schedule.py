@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gsync.cost import Step
+from .cost import Step
 
 _DONE = 1e-12  # s: less than this is left of what has ended
 
