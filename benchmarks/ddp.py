@@ -44,7 +44,8 @@ def bench(
         list[str] | None,
         _option(_RIVALS, f"Of {', '.join(DDP_RIVALS)}, gsync, reducer; may be repeated. All if left out; always with stock."),
     ] = None,
-    codec: Annotated[list[str] | None, _option(_GSYNC, "May be repeated; all if left out.")] = None,
+    codec: Annotated[list[str] | None, _option(_GSYNC, "May be repeated; all but auto if left out.")] = None,
+    auto_codecs: Annotated[list[str] | None, _option(_GSYNC, "Codecs for auto; may be repeated. fp32, bf16 if left out.")] = None,
     exchange: Annotated[list[str] | None, _option(_GSYNC, "May be repeated; all if left out.")] = None,
     average: Annotated[bool | None, typer.Option(hidden=True)] = None,
     block_size: Annotated[int | None, _option(_GSYNC, "Elements that share one scale.")] = None,
@@ -84,6 +85,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     fields = {
+        "auto_codecs": auto_codecs or None,
         "average": average,
         "block_size": block_size,
         "rounding": rounding,
@@ -179,8 +181,8 @@ def _complain(problem: object, place: Place | None) -> None:
 
 
 def make_app() -> typer.Typer:
-    """Return the command line `bench` with its commands `kernels`, `reducer`, `error` and `convergence`."""
-    from . import convergence, error, kernels, reducer
+    """Return the command line `bench` with its commands `kernels`, `reducer`, `error`, `convergence` and `grid`."""
+    from . import convergence, error, grid, kernels, reducer
 
     app = typer.Typer(add_completion=False, invoke_without_command=True, no_args_is_help=False)
     app.callback(invoke_without_command=True)(bench)
@@ -188,6 +190,7 @@ def make_app() -> typer.Typer:
     app.command("reducer")(reducer.reducer)
     app.command("error")(error.error)
     app.command("convergence")(convergence.convergence)
+    app.command("grid")(grid.grid)
     return app
 
 

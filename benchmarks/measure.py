@@ -31,6 +31,7 @@ from .workloads import Workload, make_workload
 
 NO_SYNC = "no_sync"
 _NUM_CHECKS = 3  # DDP's first step is one bucket, the second rebuilds them, the third is as all that follow
+_MOST_TO_SETTLE = 3000  # steps; more where they are short
 _MIB = 2.0**20
 
 
@@ -74,6 +75,7 @@ class Job:
         contenders = self._arm(rivals)
         try:
             self._check(contenders)
+            self._settle(contenders)
             racing = [one for one in contenders if not one.problem]
             self._train(racing, 0, self.options.warmup, measured=False)
             for one in racing:
@@ -158,6 +160,20 @@ class Job:
                 if one.problem:
                     break
             one.optimizer.zero_grad(set_to_none=True)
+
+    def _settle(self, contenders: list[Contender]) -> None:
+        """Lets those that choose by measuring do so, each alone, as they would in a training of their own."""
+        for one in contenders[1:]:
+            if one.armed.is_settled():
+                continue
+            assert one.rival is not None
+            for step in range(_MOST_TO_SETTLE):
+                self.progress.phase("choosing", step, _MOST_TO_SETTLE, one.rival.label)
+                self._step(one, self._batch(step), measured=False)
+                if one.armed.is_settled():
+                    break
+            else:
+                one.problem = f"has not chosen after {_MOST_TO_SETTLE} steps"
 
     def _check_weights(self, contenders: list[Contender]) -> None:
         """Marks every rival under which the ranks' weights have drifted apart."""

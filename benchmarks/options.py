@@ -70,6 +70,8 @@ class Options:
         if self.rivals and not {GSYNC, REDUCER} & {*self.rivals} and (self.codecs or self.exchanges or self.fields):
             given = "codec" if self.codecs else "exchange" if self.exchanges else next(iter(self.fields))
             raise ValueError(f"--{given.replace('_', '-')} acts on gsync only, but no --rival gsync is given")
+        if "auto_codecs" in self.fields and "auto" not in self.codecs:
+            raise ValueError("--auto-codecs acts with --codec auto, which is not given")
         for name, least in (("steps", 1), ("warmup", 2), ("threads", 1), ("hosts", 1), ("ranks_per_host", 1), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

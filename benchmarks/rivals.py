@@ -4,7 +4,7 @@
             stock again           a second, identical model: what it differs by is the noise of the machine
             fp16 hook, bf16 hook  torch's fp16_compress_hook and bf16_compress_hook
             PowerSGD              torch's powerSGD_hook, low-rank
-    gsync   CODEC EXCHANGE        gsync.register(model, codec=CODEC, exchange=EXCHANGE)
+    gsync   CODEC EXCHANGE        gsync.register(model, codec=CODEC, exchange=EXCHANGE); "auto auto" chooses both
     reducer CODEC EXCHANGE        gsync.GradReducer(module, codec=CODEC, exchange=EXCHANGE), without DDP
 
 Every rival also says what its result may differ from the exact mean by, which is checked before anything is timed.
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+AUTO = "auto"
 CODECS = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 EXCHANGES = ("all_reduce", "scatter_gather")
 SEVERAL_HOSTS = (*EXCHANGES, "hierarchical")  # with several ranks each
@@ -85,6 +86,8 @@ def _bound(kind: str, roundings: Callable[[int], int]) -> Bound:
 def gsync_bound(codec: str, exchange: str, fields: Mapping[str, Any]) -> Bound:
     """Return what the mean under `codec` may be off by; `fields` are further fields of SyncConfig."""
     block_size = 0
+    if codec == AUTO:  # before it has tried anything, which is when it is checked
+        codec = "fp32"
     if codec in _BLOCKS:
         unit, block_size = _BLOCKS[codec]
         unit += _BLOCK_FLOAT_ERROR
@@ -94,7 +97,7 @@ def gsync_bound(codec: str, exchange: str, fields: Mapping[str, Any]) -> Bound:
         unit, smallest = _UNIT_ROUNDOFF[codec], _SMALLEST[codec]
     if fields.get("rounding") == "stochastic":
         unit, smallest = 2 * unit, 2 * smallest  # up or down, not to the nearer
-    twice = exchange != "all_reduce"
+    twice = exchange not in ("all_reduce", AUTO)
     return Bound(
         unit, smallest, (lambda world: 2) if twice else (lambda world: world), block_size, bool(fields.get("error_feedback"))
     )
@@ -111,6 +114,7 @@ class Armed:
         stats: () -> gsync's own numbers since `reset`, {} for the others.
         close: takes the hook's resources back.
         trace: gsync's; None for the others.
+        is_settled: () -> whether it does what it will go on doing: not while codec="auto" tries.
     """
 
     wire_bytes: Callable[[], float]
@@ -119,6 +123,7 @@ class Armed:
     stats: Callable[[], dict[str, Any]] = dict
     close: Callable[[], None] = lambda: None
     trace: Callable[[str], Any] | None = None
+    is_settled: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,9 @@ def _gsync_rivals(
     all_exchanges: Sequence[str],
     family: str = GSYNC,
 ) -> list[Rival]:
-    pairs = [(codec, exchange) for codec in codecs or CODECS for exchange in exchanges or all_exchanges]
+    pairs = [
+        (codec, exchange) for codec in codecs or CODECS for exchange in exchanges or ((AUTO,) if codec == AUTO else all_exchanges)
+    ]
     rivals: dict[tuple[str, str], Rival] = {}
     refusals: dict[tuple[str, str], Exception] = {}
     for pair in pairs:
@@ -261,6 +268,8 @@ def _arm_powersgd(model: DistributedDataParallel) -> Armed:
 def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any], family: str) -> Rival:
     import gsync
 
+    if codec != AUTO:
+        fields = {name: value for name, value in fields.items() if name != "auto_codecs"}
     config = gsync.SyncConfig(codec=codec, exchange=exchange, **fields)  # refuses wrong fields here, before anything starts
 
     def arm(model: Any) -> Armed:
@@ -274,6 +283,7 @@ def _gsync_rival(codec: str, exchange: str, fields: Mapping[str, Any], family: s
             stats = sync.stats()
             return stats.wire_bytes / max(1, stats.steps)
 
-        return Armed(wire_bytes, "stats", sync.reset_stats, lambda: sync.stats().to_dict(), sync.close, sync.trace)
+        stats = lambda: sync.stats().to_dict()  # noqa: E731
+        return Armed(wire_bytes, "stats", sync.reset_stats, stats, sync.close, sync.trace, lambda: bool(sync.is_settled))
 
     return Rival(family, f"{codec} {exchange}", arm, gsync_bound(codec, exchange, fields))

@@ -107,6 +107,10 @@ def test_combinations_that_cannot_work_are_left_out_unless_asked_for() -> None:
     assert set(names([], ["all_reduce"])) == {f"{codec} all_reduce" for codec in config.PLAIN_CODECS}
     assert names(["int8"], []) == ["int8 scatter_gather"]
     assert names([], [], exempt=("*.bias",)) == [f"{codec} scatter_gather" for codec in config.BLOCK_CODECS]
+    assert names(["bf16", "auto"], [], auto_codecs=("fp32", "int8")) == ["bf16 all_reduce", "bf16 scatter_gather", "auto auto"]
+    assert names(["auto"], ["scatter_gather"]) == ["auto scatter_gather"]
+    with pytest.raises(ValueError, match="--auto-codecs acts with --codec auto"):
+        Options(codecs=("bf16",), fields={"auto_codecs": ("fp32", "int8")})
     assert reducers() == ["bf16 all_reduce", "bf16 scatter_gather"]
     assert reducers(block_size=512) == ["fp8_e4m3 scatter_gather"]
     with pytest.raises(ValueError, match="libraries cannot sum int8"):

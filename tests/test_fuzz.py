@@ -21,7 +21,7 @@ from reducer_cases import each_engine
 from gsync.config import BLOCK_CODECS, CODECS
 
 ENGINES = [engine.values[0] for engine in each_engine() if not engine.marks]
-BUDGET_S, SLOW_BUDGET_S, LEAST_EXAMPLES, RUN = 25.0, 240.0, 10, 40
+BUDGET_S, SLOW_BUDGET_S, LEAST_EXAMPLES, RUN = 25.0, 120.0, 10, 40
 
 SHAPES = st.one_of(
     st.just(()),
