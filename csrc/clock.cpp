@@ -286,11 +286,14 @@ void StreamClock::reset() {
 
 void StreamClock::start_trace(size_t capacity) {
   PhaseClock::start_trace(capacity);
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto reference = new_event();
+  auto reference = std::make_unique<c10::Event>(stream_.device_type(), c10::EventFlag::BACKEND_DEFAULT);
   reference->record(stream_);
+  // Without the lock: a bucket that is handed over needs it before the watchdog sees it, and if the stream hangs, nobody else ends
+  // this wait.
   reference->synchronize();
-  reference_ns_ = ns_of(Clock::now());
+  const int64_t now_ns = ns_of(Clock::now());
+  std::lock_guard<std::mutex> lock(mutex_);
+  reference_ns_ = now_ns;
   resolve();  // what came before it is no part of the trace
   reference_ = std::move(reference);
 }

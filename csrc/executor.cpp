@@ -47,6 +47,7 @@ void CallerExecutor::submit(std::shared_ptr<BucketJob> job) {
   try {
     pipeline_.clock->ready(job->span(), job->bucket.is_last, kNoStream);
     run_in_order(pipeline_, job, buffers_, kNoStream);
+    buffer_bytes_.store(buffers_.bytes());
     pipeline_.clock->done(job->span(), job->bucket.is_last);
   } catch (...) {
     events_.failed_in(job.get(), std::current_exception());
@@ -67,6 +68,7 @@ void StreamExecutor::submit(std::shared_ptr<BucketJob> job) {
     producer_done_.block(stream_);
     const c10::StreamGuard stream_guard(stream_);
     run_in_order(pipeline_, job, buffers_, stream_);
+    buffer_bytes_.store(buffers_.bytes());
     pipeline_.clock->done(job->span(), job->bucket.is_last);
     events_.bucket_done(*job);
   } catch (...) {

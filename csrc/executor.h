@@ -59,12 +59,13 @@ class CallerExecutor final : public Executor {
   void submit(std::shared_ptr<BucketJob> job) override;
   void wake() noexcept override {}
   void close() noexcept override {}
-  int64_t buffer_bytes() const override { return buffers_.bytes(); }
+  int64_t buffer_bytes() const override { return buffer_bytes_.load(); }
 
  private:
   const Pipeline& pipeline_;
   ExecutorEvents& events_;
-  SliceBuffers buffers_;
+  SliceBuffers buffers_;  // touched by whoever hands over; others are told
+  std::atomic<int64_t> buffer_bytes_{0};
 };
 
 class StreamExecutor final : public Executor {
@@ -74,14 +75,15 @@ class StreamExecutor final : public Executor {
   void submit(std::shared_ptr<BucketJob> job) override;
   void wake() noexcept override {}
   void close() noexcept override {}
-  int64_t buffer_bytes() const override { return buffers_.bytes(); }
+  int64_t buffer_bytes() const override { return buffer_bytes_.load(); }
 
  private:
   const Pipeline& pipeline_;
   ExecutorEvents& events_;
   c10::Stream stream_;
   c10::Event producer_done_;
-  SliceBuffers buffers_;
+  SliceBuffers buffers_;  // touched by whoever hands over; others are told
+  std::atomic<int64_t> buffer_bytes_{0};
 };
 
 class WorkerExecutor final : public Executor {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -74,3 +75,28 @@ def test_spans_of_a_device_are_in_order_and_in_the_hosts_time(exchange):
     assert found["later"] == ([], 0)
     spans, dropped = found["little"]
     assert len(spans) == 5 and dropped > 0
+
+
+def handed_over_while_a_trace_begins(_rank: int, _world_size: int) -> bool:
+    emulation = emulated.load()
+    ranks = make_ranks(1, "bf16", "all_reduce", NUMELS)
+    train(ranks, [[rows(NUMELS, 0)]], BUCKETS)
+    stream = emulation.newest_stream(0)
+    emulation.hold(stream, True)
+    tracing = threading.Thread(target=ranks[0].engine.start_trace, args=(10,))
+    tracing.start()
+    time.sleep(0.2)
+    handing_over = threading.Thread(target=ranks[0].submit, args=(rows(NUMELS, 0), BUCKETS))
+    handing_over.start()
+    handing_over.join(5.0)
+    was_handed_over = not handing_over.is_alive()
+    emulation.hold(stream, False)
+    tracing.join()
+    handing_over.join()
+    close(ranks)
+    return was_handed_over
+
+
+def test_a_trace_that_begins_holds_no_bucket_up():
+    """Else the watchdog never sees a bucket that hangs while `start_trace` waits for the device."""
+    assert run_emulated(handed_over_while_a_trace_begins) == [True]
