@@ -31,6 +31,8 @@ LOCKS = {
     ("watchdog.cpp", "Watchdog::watch", 0): "device, closed",
 }
 
+TRIES = 3  # whether two threads meet at the place depends on timing
+
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -67,12 +69,14 @@ def test_no_race_when_engines_end_while_buckets_are_under_way(reports: Path, whe
     "files", [("executor.cpp",), ("engine_results.cpp", "watchdog.cpp"), ("peer_lane.cpp", "transport_c10d.cpp")]
 )
 def test_a_lock_that_is_left_out_is_reported(reports: Path, files: tuple[str, ...]) -> None:
-    chosen = [place for place in LOCKS if place[0] in files]
-    places = [(*place_of(*place), LOCKS[place]) for place in chosen]
-    outcomes = watch_ranks(thread_scenarios.without_lock, len(places), 120.0, None, (places,))
-    ended = {place: outcome.exit_code for place, outcome in zip(chosen, outcomes, strict=True)}
-    overlooked = {place: code for place, code in ended.items() if code != thread_scenarios.REPORTED}
-    assert not overlooked, f"nothing is reported without these locks: {overlooked}"
+    left = [place for place in LOCKS if place[0] in files]
+    for _ in range(TRIES):
+        places = [(*place_of(*place), LOCKS[place]) for place in left]
+        outcomes = watch_ranks(thread_scenarios.without_lock, len(places), 120.0, None, (places,))
+        left = [place for place, outcome in zip(left, outcomes, strict=True) if outcome.exit_code != thread_scenarios.REPORTED]
+        if not left:
+            break
+    assert not left, f"nothing is reported without these locks: {left}"
     found = thread_sanitizer.reports_of(reports)
     for file in files:
         assert any("data race" in report and f"csrc/{file}" in report for report in found), file
