@@ -15,7 +15,11 @@ import thread_scenarios
 from ranks import Outcome, watch_ranks
 
 _MISSING = emulated.why_not() or thread_sanitizer.why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "ThreadSanitizer")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # the first test builds
+    pytest.mark.skipif(bool(_MISSING), reason=_MISSING or "ThreadSanitizer"),
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 
