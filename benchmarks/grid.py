@@ -123,13 +123,13 @@ def grid(
         try:
             results = _run(setting, tuple(codec or CODECS))
             row = row_of(setting, results)
+            if figures is not None:
+                row["predicted"] = [vars(one) | {"error": one.error} for one in validate.compare(results, figures)]
         except (ValueError, RuntimeError) as error:
             print(f"gsync bench grid: {error}", file=sys.stderr)
             failed = True
             continue
-        if figures is not None:
-            row["predicted"] = [vars(one) | {"error": one.error} for one in validate.compare(results, figures)]
-            errors += [abs(one["error"]) for one in row["predicted"]]
+        errors += [abs(one["error"]) for one in row.get("predicted", ())]
         rows.append(row)
         kept.append(results)
         content = {"command": "gsync bench grid", "rows": rows, "results": kept}

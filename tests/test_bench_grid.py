@@ -94,6 +94,17 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Monke
     assert "2 x 1, 1gbit, wide: no root" in ended.output and "0 of 1" in ended.output
 
 
+def test_a_calibration_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> Any:
+        raise ValueError("the link inside hosts is not in the calibration")
+
+    monkeypatch.setattr(grid, "_run", lambda setting, codecs: RUN)
+    monkeypatch.setattr(grid.calibrations, "read", lambda path: path)
+    monkeypatch.setattr(grid.validate, "compare", compare)
+    ended = _call("--only", "2 x 1, 1gbit", "--calibration", "links.json")
+    assert ended.exit_code == 1 and "the link inside hosts is not in the calibration" in ended.output
+
+
 @pytest.mark.parametrize(
     "arguments", [("--only", "3 x 3"), ("--calibration", "nowhere.json"), ("--json", "/nowhere/at/all.json")]
 )
