@@ -9,6 +9,7 @@ communication time. A step is forward, backward and optimizer; its time is that 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import time
@@ -162,11 +163,12 @@ class Job:
             one.optimizer.zero_grad(set_to_none=True)
 
     def _settle(self, contenders: list[Contender]) -> None:
-        """Lets those that choose by measuring do so, each alone, as they would in a training of their own."""
+        """Lets those that choose by measuring do so, each alone; then they start with the weights of the others."""
         for one in contenders[1:]:
             if one.armed.is_settled():
                 continue
             assert one.rival is not None
+            weights = copy.deepcopy(one.model.module.state_dict())
             for step in range(_MOST_TO_SETTLE):
                 self.progress.phase("choosing", step, _MOST_TO_SETTLE, one.rival.label)
                 self._step(one, self._batch(step), measured=False)
@@ -174,6 +176,8 @@ class Job:
                     break
             else:
                 one.problem = f"has not chosen after {_MOST_TO_SETTLE} steps"
+            one.model.module.load_state_dict(weights)
+            one.optimizer.state.clear()
 
     def _check_weights(self, contenders: list[Contender]) -> None:
         """Marks every rival under which the ranks' weights have drifted apart."""
